@@ -1,0 +1,1 @@
+"""Storage formats of cached tokens (installed as ``kvcompress.quant``)."""
