@@ -86,6 +86,7 @@ class CompressionConfig(BaseModel):
             return self
         if self.budget is None:
             raise ValueError("budget: missing; a recipe with a select stage needs one, e.g. budget: 1024")
+        _check_windows(self)
         if isinstance(self.budget, int):
             _check_budget(self, self.budget)
         return self
@@ -107,9 +108,10 @@ class CompressionConfig(BaseModel):
         """
         if not isinstance(self.budget, float):
             return self
-        budget = int(self.budget * context_length)
+        # Decimal ratios are not exact in binary: 0.29 * 100 = 28.999... must give 29.
+        budget = int(self.budget * context_length + 1e-9)
         try:
-            return CompressionConfig.model_validate({**self.model_dump(), "budget": budget})
+            return CompressionConfig.model_validate({**dict(self), "budget": budget})
         except ValidationError as error:
             raise ConfigError(
                 f"budget: {self.budget} of a context of {context_length} tokens is {budget} tokens; "
@@ -118,7 +120,7 @@ class CompressionConfig(BaseModel):
 
     def with_fields(self, overrides: Mapping[str, Any]) -> CompressionConfig:
         """A copy with fields replaced; see :func:`load_config` for the spelling of ``overrides``."""
-        return _validate(_override(self.model_dump(), overrides, self.name), self.name)
+        return _validate(_override(dict(self), overrides, self.name), self.name)
 
     def protected_bound(self, prompt_length: int = 0) -> int:
         """Most candidates that the protect stages can claim in one head, for a prompt of the given length."""
@@ -130,7 +132,8 @@ class CompressionConfig(BaseModel):
 
     def to_yaml(self) -> str:
         """The recipe as YAML that :func:`load_config` reads back to an equal config; defaults are left out."""
-        data = self.model_dump(exclude_defaults=True)
+        # The name always, since a file without one takes its own name.
+        data = {"name": self.name, **self.model_dump(exclude_defaults=True)}
         data["stages"] = [{"stage": s.stage, **s.model_dump(exclude_defaults=True)} for s in self.stages]
         return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=110)
 
@@ -170,8 +173,11 @@ def load_config(
         ConfigError: if there is no such recipe or file, the YAML is malformed, or it describes no possible
             compression; the message names field, value and what is allowed.
     """
+    replaced = {**(overrides or {}), **fields}
     if isinstance(source, CompressionConfig):
-        data, origin = source.model_dump(), source.name
+        if not replaced:
+            return source
+        data, origin = dict(source), source.name
     elif isinstance(source, Mapping):
         data, origin = dict(source), "config"
     elif isinstance(source, (str, Path)):
@@ -181,7 +187,6 @@ def load_config(
             f"config: {source!r} of type {type(source).__name__} is not a recipe; give a recipe name, a path of a "
             "YAML file, a dict or a CompressionConfig"
         )
-    replaced = {**(overrides or {}), **fields}
     return _validate(_override(data, replaced, origin) if replaced else data, origin)
 
 
@@ -194,12 +199,17 @@ def _parse_stage(index: int, stage: Any) -> Stage:
         raise ValueError(f"stages.{index}: {stage!r} names no stage; write '- stage: NAME' and its settings")
     known = registered_stages()
     name = stage["stage"]
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise ValueError(f"stages.{index}.stage: {name!r} is not a stage; {nearest(name, known)}")
+    return _build_stage(index, known[name], stage)
+
+
+def _build_stage(index: int, kind: type[Stage], fields: Mapping[str, Any]) -> Stage:
     try:
-        return known[name].model_validate(dict(stage))
+        return kind.model_validate(dict(fields))
     except ValidationError as error:
-        raise ValueError(_describe(error, f"stages.{index} ({name})", known[name])) from None
+        name = kind.model_fields["stage"].default
+        raise ValueError(_describe(error, f"stages.{index} ({name})", kind)) from None
 
 
 def _check_roles(stages: tuple[Stage, ...]) -> None:
@@ -232,6 +242,16 @@ def _check_roles(stages: tuple[Stage, ...]) -> None:
             )
 
 
+def _check_windows(config: CompressionConfig) -> None:
+    for stage in config.stages:
+        needed = stage.queries_needed(config.buffer)
+        if needed > config.buffer:
+            raise ValueError(
+                f"{stage.stage}.window: {needed} exceeds buffer {config.buffer}; only the queries of the buffer "
+                f"are kept, so use a window of at most {config.buffer}"
+            )
+
+
 def _check_budget(config: CompressionConfig, budget: int) -> None:
     buffer = config.buffer
     if buffer >= budget:
@@ -246,13 +266,6 @@ def _check_budget(config: CompressionConfig, budget: int) -> None:
             f"budget: {budget} leaves {budget - buffer} slots for tokens older than the buffer of {buffer}, but "
             f"{claims} protect {protected}; raise budget, lower buffer or protect fewer"
         )
-    for stage in config.stages:
-        needed = stage.queries_needed(buffer)
-        if needed > buffer:
-            raise ValueError(
-                f"{stage.stage}.window: {needed} exceeds buffer {buffer}; only the queries of the buffer are kept, "
-                f"so use a window of at most {buffer}"
-            )
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -297,30 +310,48 @@ _EXCLUSIVE = ({"tokens", "share"},)
 
 def _override(data: Mapping[str, Any], overrides: Mapping[str, Any], origin: str) -> dict[str, Any]:
     result = dict(data)
-    stages = [dict(s) if isinstance(s, Mapping) else s for s in result.get("stages", ())]
-    stages = [{"stage": s.stage, **s.model_dump()} if isinstance(s, Stage) else s for s in stages]
-    stages = [{"stage": s} if isinstance(s, str) else s for s in stages]
+    of_stages: dict[str, dict[str, Any]] = {}
     for key, value in overrides.items():
         name, dot, attribute = key.partition(".")
-        if not dot:
-            if key not in CompressionConfig.model_fields:
-                raise ConfigError(f"override {key!r}: not a field of a recipe; {nearest(key, CompressionConfig.model_fields)}")
+        if dot:
+            of_stages.setdefault(name, {})[attribute] = value
+        elif key in CompressionConfig.model_fields:
             result[key] = value
-            if key == "stages":
-                stages = list(value)
-            continue
-        matches = [stage for stage in stages if stage.get("stage") == name]
-        if not matches:
-            present = ", ".join(str(stage.get("stage")) for stage in stages) or "none"
+        else:
+            hint = nearest(key, CompressionConfig.model_fields)
+            raise ConfigError(f"override {key!r}: not a field of a recipe; {hint}")
+    stages = result.get("stages", ())
+    if not of_stages or not isinstance(stages, (list, tuple)):
+        return result
+    names = [_stage_name(stage) for stage in stages]
+    for name, fields in of_stages.items():
+        if name not in names:
+            key, present = f"{name}.{next(iter(fields))}", ", ".join(names) or "none"
             raise ConfigError(f"override {key!r}: {origin} has no stage {name!r}; its stages: {present}")
-        for stage in matches:
-            for group in _EXCLUSIVE:
-                if attribute in group and value is not None:
-                    for other in group - {attribute}:
-                        stage.pop(other, None)
-            stage[attribute] = value
-    result["stages"] = stages
+    try:
+        result["stages"] = [
+            _with_fields(index, stage, of_stages[name]) if name in of_stages else stage
+            for index, (stage, name) in enumerate(zip(stages, names, strict=True))
+        ]
+    except ValueError as error:
+        raise ConfigError(f"{origin}: {error}") from None
     return result
+
+
+def _stage_name(stage: Any) -> str:
+    if isinstance(stage, Mapping):
+        return str(stage.get("stage"))
+    return stage.stage if isinstance(stage, Stage) else str(stage)
+
+
+def _with_fields(index: int, stage: Any, overrides: Mapping[str, Any]) -> Any:
+    fields = {"stage": stage} if isinstance(stage, str) else dict(stage)
+    for group in _EXCLUSIVE:
+        if any(overrides.get(attribute) is not None for attribute in group):
+            fields = {attribute: value for attribute, value in fields.items() if attribute not in group}
+    fields.update(overrides)
+    # A stage that came as an object need not be registered, so its class must be carried over.
+    return _build_stage(index, type(stage), fields) if isinstance(stage, Stage) else fields
 
 
 def _validate(data: Mapping[str, Any], origin: str) -> CompressionConfig:

@@ -53,7 +53,10 @@ class Pipeline:
             in_order: the candidates are known to lie in order of position, which saves a sort.
         """
         if self.selector is None:
-            raise KVCompressError(f"{self.config.name}: has no select stage, so there is nothing to select")
+            raise _nothing_to_select(self.config)
+        if tokens.shape[-1] == 0:
+            none = tokens.positions
+            return Selection(none, none.bool(), none.float())
         order = None
         if not in_order:
             order = torch.argsort(tokens.positions, dim=-1)
@@ -62,7 +65,10 @@ class Pipeline:
         for protect in self.protect:
             protected = protect.protect(tokens, protected)
         scores = self._combined_score(tokens)
-        ranks = self.selector.rank(scores, tokens).masked_fill(protected, torch.inf)
+        ranks = self.selector.rank(scores, tokens)
+        # A score that overflowed must neither outrank nor tie with the protected; one that is no number comes last.
+        ranks = ranks.nan_to_num(nan=-torch.inf, posinf=torch.finfo(ranks.dtype).max, neginf=-torch.inf)
+        ranks = ranks.masked_fill(protected, torch.inf)
         keep = largest(ranks, tokens.survivors).sort(dim=-1).values
         if order is None:
             return Selection(keep, protected, scores)
@@ -134,10 +140,13 @@ def select_tokens(
 
     Raises:
         ConfigError: if the config is not possible.
-        NonFiniteError: if keys or values hold NaN or infinity.
+        NonFiniteError: if keys or values, or queries that a stage looks at, hold NaN or infinity.
         KVCompressError: if the shapes don't fit together, or more tokens are protected than may stay.
     """
     config = load_config(config)
+    pipeline = Pipeline(config)
+    if not config.evicts:
+        raise _nothing_to_select(config)
     if not isinstance(config.budget, int):
         raise KVCompressError(f"budget: {config.budget} is not a number of tokens; set one, or call config.resolve first")
     batch, kv_heads, candidates, head_dim = _check_shapes(keys, values, queries)
@@ -153,6 +162,8 @@ def select_tokens(
     check_protected(config, int(prompt.max()) if batch else 0, candidates)
     if config.check_finite:
         check_finite(keys, values, placed, [layer] * batch)
+        if pipeline.window or pipeline.needs_mass:
+            _check_queries_finite(queries, layer)
     tokens = TokenStatistics(
         keys=keys,
         values=values,
@@ -167,7 +178,11 @@ def select_tokens(
         buffer=config.buffer,
         scaling=head_dim**-0.5 if scaling is None else scaling,
     )
-    return Pipeline(config).select(tokens, in_order=positions is None)
+    return pipeline.select(tokens, in_order=positions is None)
+
+
+def _nothing_to_select(config: CompressionConfig) -> KVCompressError:
+    return KVCompressError(f"{config.name}: has no select stage, so there is nothing to select")
 
 
 def check_protected(config: CompressionConfig, prompt_length: int, candidates: int | None = None) -> None:
@@ -209,6 +224,17 @@ def _check_shapes(keys: Tensor, values: Tensor, queries: Tensor) -> tuple[int, i
     return keys.shape[0], keys.shape[1], keys.shape[2], keys.shape[3]
 
 
+def _check_queries_finite(queries: Tensor, layer: int) -> None:
+    bad = (~torch.isfinite(queries)).nonzero()
+    if len(bad):
+        row, head, index, channel = (int(i) for i in bad[0])
+        raise NonFiniteError(
+            f"queries: {float(queries[row, head, index, channel])} at layer {layer}, sequence {row}, query head "
+            f"{head}, query {index}, channel {channel}; scoring needs finite queries "
+            "(check_finite: false turns this check off)"
+        )
+
+
 def _check_positions(positions: Tensor, shape: tuple[int, int, int]) -> Tensor:
     if positions.is_floating_point() or positions.dtype == torch.bool:
         raise KVCompressError(f"positions: has dtype {positions.dtype}, must be an integer type")
@@ -234,7 +260,10 @@ def _check_positions(positions: Tensor, shape: tuple[int, int, int]) -> Tensor:
 
 
 def _per_sequence(name: str, given: int | Sequence[int] | Tensor, batch: int, device: torch.device) -> Tensor:
-    tensor = torch.as_tensor(given, dtype=torch.int64, device=device)
+    tensor = torch.as_tensor(given, device=device)
+    if tensor.is_floating_point() or tensor.dtype == torch.bool:
+        raise KVCompressError(f"{name}: {given} must be whole numbers")
+    tensor = tensor.to(torch.int64)
     if tensor.dim() == 0:
         return tensor.expand(batch)
     if tuple(tensor.shape) != (batch,):

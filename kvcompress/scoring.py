@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from kvcompress.errors import KVCompressError
 from kvcompress.kernels.philox import random_words, stream_of, to_gumbel, to_normal, to_uniform
 from kvcompress.kernels.value_statistics import Statistic, value_statistic
 from kvcompress.kernels.window_scores import window_scores
@@ -76,7 +77,7 @@ class TokenStatistics:
             window: use the last so many queries; None uses all that are given.
         """
         if self.queries.shape[2] == 0:
-            raise ValueError("queries: this stage scores by attention and needs at least one query, got none")
+            raise KVCompressError("queries: this stage scores by attention and needs at least one query, got none")
         queries = self.queries if window is None else self.queries[:, :, -window:]
         return window_scores(queries, self.keys, self.scaling / temperature)
 

@@ -9,11 +9,12 @@ group ``kvcompress.stages``, after which YAML recipes can name it.
 from __future__ import annotations
 
 import difflib
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
@@ -78,7 +79,7 @@ class ScoreStage(Stage):
     """Gives each candidate a number; higher stays. Several stages combine in order of the recipe."""
 
     role: ClassVar[Role] = "score"
-    nonnegative: ClassVar[bool]
+    nonnegative: ClassVar[bool] = False
 
     weight: float = Field(1.0, allow_inf_nan=False, description="factor on this score; not 0")
     combine: Literal["add", "multiply"] = Field("add", description="how to join the scores of earlier stages")
@@ -149,8 +150,19 @@ def _register(found: dict[str, type[Stage]], stage: Any, origin: str) -> None:
     if not (isinstance(stage, type) and issubclass(stage, Stage)):
         raise ConfigError(f"entry point {origin} of group {ENTRY_POINT_GROUP} gives {stage!r}, not a Stage class")
     name = stage.model_fields["stage"].default
-    if not isinstance(name, str):
-        raise ConfigError(f"stage class {stage.__qualname__} of {origin} declares no name: field 'stage' has no default")
+    if not isinstance(name, str) or get_args(stage.model_fields["stage"].annotation) != (name,):
+        raise ConfigError(
+            f"stage class {stage.__qualname__} of {origin} declares no name; declare one by "
+            "'stage: Literal[\"NAME\"] = \"NAME\"'"
+        )
+    if getattr(stage, "role", None) not in ROLES:
+        raise ConfigError(
+            f"stage {name!r} of {origin} has no role; derive it from ProtectStage, ScoreStage, SelectStage or "
+            "StoreStage"
+        )
+    if inspect.isabstract(stage):
+        missing = ", ".join(sorted(stage.__abstractmethods__))
+        raise ConfigError(f"stage {name!r} of {origin} does not implement {missing}")
     if found.get(name, stage) is not stage:
         raise ConfigError(f"stage name {name!r} of {origin} is already taken by {found[name].__module__}")
     found[name] = stage

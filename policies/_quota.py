@@ -20,5 +20,18 @@ class Quota(BaseModel):
         return self
 
     def reserved(self, budget: int) -> int:
-        """Tokens reserved under ``budget``: ``tokens``, or ``share`` of it rounded down."""
-        return self.tokens if self.tokens is not None else int(self.share * budget)  # type: ignore[operator]
+        """Tokens reserved under ``budget``: ``tokens``, or ``share`` of it rounded down.
+
+        Raises:
+            ValueError: if the share is less than one token.
+        """
+        if self.tokens is not None:
+            return self.tokens
+        assert self.share is not None
+        # Decimal shares are not exact in binary: 0.29 * 100 = 28.999... must reserve 29.
+        reserved = int(self.share * budget + 1e-9)
+        if reserved < 1:
+            raise ValueError(
+                f"share: {self.share} of budget {budget} is less than one token; use at least 1/{budget}"
+            )
+        return reserved

@@ -45,7 +45,10 @@ def attention_reference(
         sink_logits = sinks.float().reshape(1, heads, 1, 1).expand(rows, heads, length, 1)
         probabilities = torch.softmax(torch.cat([logits, sink_logits], dim=-1), dim=-1)[..., :-1]
     else:
-        probabilities = torch.softmax(logits, dim=-1).nan_to_num(0.0)
+        probabilities = torch.softmax(logits, dim=-1)
+        if mask is not None:
+            # Softmax over nothing is NaN. Only that is replaced: a NaN among the logits must show.
+            probabilities = probabilities.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0)
     weights = probabilities.reshape(rows, kv_heads, -1, keys.shape[2])
     out = torch.matmul(weights, values.float()).reshape(rows, heads, length, -1)
     return out.to(queries.dtype), probabilities

@@ -11,8 +11,8 @@ def leverage_scores(keys: Tensor, values: Tensor, projection: Tensor | None) -> 
 
         p[i] = |k[i] G|^2 |v[i] G|^2 / sum_j |k[j] G|^2 |v[j] G|^2
 
-    Both factors are divided by their largest value first, so that no product over- or underflows; that leaves p
-    unchanged. Where every key or every value is zero, p is zero.
+    Both factors are divided by their largest value first, which leaves p unchanged and keeps squares and
+    products from overflowing. Where every key or every value is zero, p is zero.
 
     Args:
         keys: (rows, kv_heads, N, head_dim). values: (rows, kv_heads, N, value_dim).

@@ -26,14 +26,17 @@ def value_statistic(values: Tensor, statistic: Statistic) -> Tensor:
         values: (..., head_dim), any float dtype.
 
     Returns:
-        (...) float32.
+        (...) float32; what overflows counts as the largest finite number, so that infinity stays free for the
+        tokens that are protected whatever their values.
     """
     values = values.float()
     if statistic == "range":
         low, high = torch.aminmax(values, dim=-1)
-        return high - low
-    if statistic == "absmax":
-        return values.abs().amax(dim=-1)
-    if statistic == "l2":
-        return torch.linalg.vector_norm(values, dim=-1)
-    return values.var(dim=-1, unbiased=True)
+        spread = high - low
+    elif statistic == "absmax":
+        spread = values.abs().amax(dim=-1)
+    elif statistic == "l2":
+        spread = torch.linalg.vector_norm(values, dim=-1)
+    else:
+        spread = values.var(dim=-1, unbiased=True)
+    return spread.clamp_max(torch.finfo(torch.float32).max)

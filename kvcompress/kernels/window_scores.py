@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Rows are processed in slices whose float32 probabilities stay below this many elements (64 MiB).
+# Rows, or the KV heads of one row, are processed in slices whose float32 probabilities stay below this many
+# elements (64 MiB), unless a single head holds more.
 _SLICE_ELEMENTS = 1 << 24
 
 
@@ -30,10 +31,13 @@ def window_scores(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
     group = heads // kv_heads
     grouped = queries.float().reshape(rows, kv_heads, group * window, head_dim)
     out = torch.empty(rows, kv_heads, group, candidates, dtype=torch.float32, device=keys.device)
-    step = max(1, _SLICE_ELEMENTS // max(1, heads * window * candidates))
-    for start in range(0, rows, step):
-        part = slice(start, start + step)
-        logits = torch.matmul(grouped[part] * scaling, keys[part].float().transpose(-1, -2))
-        probabilities = torch.softmax(logits, dim=-1)
-        out[part] = probabilities.unflatten(2, (group, window)).mean(dim=3)
+    per_head = max(1, group * window * candidates)
+    row_step = max(1, _SLICE_ELEMENTS // (kv_heads * per_head))
+    head_step = max(1, min(kv_heads, _SLICE_ELEMENTS // per_head))
+    for row in range(0, rows, row_step):
+        for head in range(0, kv_heads, head_step):
+            part = (slice(row, row + row_step), slice(head, head + head_step))
+            logits = torch.matmul(grouped[part] * scaling, keys[part].float().transpose(-1, -2))
+            probabilities = torch.softmax(logits, dim=-1)
+            out[part] = probabilities.unflatten(2, (group, window)).mean(dim=3)
     return out

@@ -1,0 +1,115 @@
+"""The attention wrapper: kvcompress as attention implementations of transformers.
+
+For each attention implementation X that a model may use there is one called ``kvcompress_X``. It hands layers of a
+:class:`~kvcompress.cache.CompressedCache` to the cache, and everything else (sliding-window layers, calls without a
+cache, training) to X itself, unchanged.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvcompress.cache import NewStates
+from kvcompress.errors import CacheError
+
+PREFIX = "kvcompress_"
+WRAPPED = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+
+AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def register() -> None:
+    """Make the wrapped implementations known to transformers; safe to call again."""
+    for name in WRAPPED:
+        AttentionInterface.register(PREFIX + name, _wrapped_attention(name))
+        AttentionMaskInterface.register(PREFIX + name, _wrapped_mask(name))
+
+
+def _original(name: str, module: nn.Module) -> AttentionFunction:
+    """The model's own attention function; eager attention lives in the file of its model."""
+    if name == "eager":
+        return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[no-any-return]
+    return ALL_ATTENTION_FUNCTIONS[name]  # type: ignore[no-any-return]
+
+
+def _wrapped_attention(name: str) -> AttentionFunction:
+    @torch.compiler.disable
+    def forward(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor | NewStates,
+        value: Tensor | NewStates,
+        attention_mask: Tensor | None,
+        *args: Any,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        def dense(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+            scale = {} if scaling is None else {"scaling": scaling}
+            return _original(name, module)(
+                module, query, key, value, attention_mask, *args, dropout=dropout, **scale, **kwargs
+            )
+
+        if not isinstance(key, NewStates) or not isinstance(value, NewStates):
+            return dense(key, value)  # type: ignore[arg-type]
+        if kwargs.get("position_bias") is not None:
+            raise CacheError(f"{type(module).__name__}: adds a position bias to attention, which is not supported")
+        keys, values = key.states, value.states
+        out = key.layer.cache.attend(
+            key.layer.index,
+            query,
+            keys,
+            values,
+            attention_mask,
+            scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            softcap=kwargs.get("softcap"),
+            sinks=kwargs.get("s_aux"),
+            dense=lambda: dense(keys, values)[0].transpose(1, 2),
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+    return forward
+
+
+def _wrapped_mask(name: str) -> Callable[..., Tensor | None]:
+    def make_mask(
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: int = 0,
+        kv_offset: int = 0,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor | None:
+        if attention_mask is not None and attention_mask.dim() == 2:
+            columns = kv_offset + kv_length
+            if attention_mask.shape[1] < columns:
+                raise CacheError(
+                    f"attention_mask: has {attention_mask.shape[1]} columns, but the cache has seen {q_offset} tokens and "
+                    f"{q_length} come in; it must cover all {columns}"
+                )
+            if q_length == kv_length == 1 and kv_offset:
+                # A decode step over a compressed layer. The general function would read the mask back from the device.
+                return attention_mask[:, None, None, kv_offset : kv_offset + 1].bool()
+        original = ALL_MASK_ATTENTION_FUNCTIONS[name]
+        mask: Tensor | None = original(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            attention_mask=attention_mask,
+            **kwargs,
+        )
+        return mask
+
+    return make_mask

@@ -1,0 +1,257 @@
+"""``kvcompress.apply``: put a model under a compression recipe, and take it out again."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import transformers
+from packaging.version import Version
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+
+from kvcompress import attention
+from kvcompress.cache import CacheStats, CompressedCache, compressible_layers
+from kvcompress.config import CompressionConfig, load_config
+from kvcompress.errors import CacheError, KVCompressError, UnsupportedModelError
+
+OLDEST_TRANSFORMERS = Version("5.17")
+_ATTRIBUTE = "_kvcompress_handle"
+_ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate")
+
+
+def apply(
+    model: PreTrainedModel,
+    config: str | Path | Mapping[str, Any] | CompressionConfig,
+    *,
+    context_length: int | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    **fields: Any,
+) -> Handle:
+    """Compress the KV cache of a model from now on; user code that calls or generates stays as it is.
+
+    Args:
+        model: a decoder-only transformers model.
+        config: recipe name, path of a YAML file, dict or :class:`CompressionConfig`.
+        context_length: prompt and answer in tokens; needed where the budget is a ratio of it.
+        overrides, **fields: recipe fields to replace, as in :func:`kvcompress.load_config`.
+
+    Returns:
+        A handle, also a context manager, that reports and removes the compression.
+
+    Raises:
+        ConfigError: if the recipe is not possible.
+        UnsupportedModelError: if the model cannot be compressed; it is left untouched.
+    """
+    resolved = load_config(config, overrides, **fields)
+    if isinstance(resolved.budget, float):
+        if context_length is None:
+            raise KVCompressError(
+                f"budget: {resolved.budget} is a ratio; give context_length (prompt and answer in tokens), or a budget in tokens"
+            )
+        resolved = resolved.resolve(context_length)
+    check_supported(model)
+    return Handle(model, resolved)
+
+
+class Handle:
+    """A model under compression.
+
+    Attributes:
+        model: the model. config: the recipe, resolved.
+        cache: the cache of the latest call, or None. It is kept until the next call, or until :meth:`remove`.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: CompressionConfig) -> None:
+        self.model = model
+        self.config = config
+        self.cache: CompressedCache | None = None
+        attention.register()
+        self._decoder = model.get_decoder()
+        self._keyword = cache_keyword(self._decoder)
+        text_config = model.config.get_text_config(decoder=True)
+        self._configs = _configs_sharing(model, text_config)
+        self._original = [c._attn_implementation for c in self._configs]
+        for shared in self._configs:
+            shared._attn_implementation_internal = attention.PREFIX + text_config_name(self._original[0])
+        self._hook = self._decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        setattr(model, _ATTRIBUTE, self)
+        if hasattr(model, "generate"):
+            model.generate = self._wrapped_generate(model.generate)
+
+    def new_cache(self, sequence_ids: list[int] | None = None) -> CompressedCache:
+        """An empty cache for this model, to pass by hand to ``model(...)`` or ``model.generate(...)``."""
+        return CompressedCache(self.model, self.config, sequence_ids)
+
+    def stats(self) -> CacheStats:
+        """What the cache of the latest call holds.
+
+        Raises:
+            CacheError: if the model has not run yet.
+        """
+        if self.cache is None:
+            raise CacheError("stats: the model has not run under compression yet")
+        return self.cache.stats()
+
+    def remove(self) -> None:
+        """Restore the model exactly as it was; caches made under compression can no longer be used. Idempotent."""
+        if self.model.__dict__.get(_ATTRIBUTE) is not self:
+            return
+        for config, original in zip(self._configs, self._original, strict=True):
+            config._attn_implementation_internal = original
+        self._hook.remove()
+        self.model.__dict__.pop("generate", None)
+        del self.model.__dict__[_ATTRIBUTE]
+        self.cache = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+    def _before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Give the decoder a compressed cache where it would make one of its own, and show the cache the tokens."""
+        names = list(inspect.signature(module.forward).parameters)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        cache = given.get(self._keyword)
+        use_cache = given.get("use_cache")
+        if use_cache is None:
+            use_cache = getattr(module.config, "use_cache", True)
+        if cache is None and not use_cache:
+            return args, kwargs
+        if given.get("output_attentions"):
+            raise KVCompressError("output_attentions: evicted tokens have no attention weights; remove() first, or leave it out")
+        if cache is None or (type(cache) is DynamicCache and cache.get_seq_length() == 0):
+            cache = self._fresh()
+            args = args[: names.index(self._keyword)] if self._keyword in names else args
+            kwargs = {**{n: v for n, v in given.items() if n in names[len(args) :] or n in kwargs}, self._keyword: cache}
+        elif not isinstance(cache, CompressedCache):
+            raise _foreign_cache(cache)
+        inputs = given.get("input_ids")
+        embeds = given.get("inputs_embeds")
+        rows = inputs.shape[0] if inputs is not None else embeds.shape[0]  # type: ignore[union-attr]
+        mask = given.get("attention_mask")
+        cache.observe_inputs(inputs, mask if isinstance(mask, Tensor) else None, rows)
+        self.cache = cache
+        return args, kwargs
+
+    def _fresh(self) -> CompressedCache:
+        # Let go of the last cache first, so that two are never held at once.
+        self.cache = None
+        self.cache = self.new_cache()
+        return self.cache
+
+    def _wrapped_generate(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            settings = kwargs.get("generation_config") or self.model.generation_config
+            named = [name for name in ("cache", "past_key_values") if kwargs.get(name) is not None]
+            inputs = kwargs.get("inputs", args[0] if args else kwargs.get("input_ids"))
+
+            def setting(name: str) -> Any:
+                return kwargs[name] if kwargs.get(name) is not None else getattr(settings, name, None)
+
+            if self.config.evicts:
+                for name in _ASSISTED:
+                    if setting(name) is not None:
+                        raise KVCompressError(
+                            f"{name}: drafted tokens that are rejected cannot be taken back from an evicting cache; "
+                            "leave it out, or use a recipe that does not evict"
+                        )
+            if setting("cache_implementation") not in (None, "dynamic", "hybrid"):
+                raise KVCompressError(
+                    f"cache_implementation: {setting('cache_implementation')!r} asks for another cache; "
+                    "leave it out under kvcompress, or remove() the compression first"
+                )
+            if setting("use_cache") is False:
+                return original(*args, **kwargs)
+            cache = kwargs[named[0]] if named else self._fresh()
+            if not isinstance(cache, CompressedCache):
+                raise _foreign_cache(cache)
+            if not named:
+                kwargs[self._keyword] = cache
+            is_ids = isinstance(inputs, Tensor) and inputs.dim() == 2
+            if is_ids and cache.columns and inputs.shape[1] > cache.columns and not cache.matches_history(inputs):
+                raise CacheError(
+                    f"input_ids: the first {cache.columns} tokens differ from those this cache has seen; history cannot "
+                    "be edited in a compressed cache. Call cache.reset(), or pass only new tokens with a full attention_mask"
+                )
+            if is_ids and not cache.columns and setting("prefill_chunk_size"):
+                cache.expect_prompt(inputs, kwargs.get("attention_mask"))
+            return original(*args, **kwargs)
+
+        return generate
+
+
+def check_supported(model: Any) -> None:
+    """Refuse a model that cannot be compressed, by name and with the reason.
+
+    Raises:
+        UnsupportedModelError: if so.
+    """
+    if Version(transformers.__version__) < OLDEST_TRANSFORMERS:
+        raise UnsupportedModelError(
+            f"transformers {transformers.__version__} is too old; kvcompress needs at least {OLDEST_TRANSFORMERS}"
+        )
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: is not a transformers PreTrainedModel; pass the model itself, before any wrapper"
+        )
+    name = type(model).__name__
+    if _ATTRIBUTE in model.__dict__:
+        raise UnsupportedModelError(f"{name}: is already under compression; call remove() on its handle first")
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{name}: is an encoder-decoder; only decoder-only models are supported")
+    if not model._can_set_attn_implementation():
+        raise UnsupportedModelError(
+            f"{name}: does not route attention through transformers' AttentionInterface (falcon and bloom don't), "
+            "so its cache cannot be compressed"
+        )
+    text_config: PreTrainedConfig = model.config.get_text_config(decoder=True)
+    compressible_layers(text_config)
+    used = text_config_name(text_config._attn_implementation)
+    if used not in attention.WRAPPED:
+        raise UnsupportedModelError(
+            f"{name}: uses attention {used!r}; load it with attn_implementation one of {', '.join(attention.WRAPPED)}"
+        )
+
+
+def text_config_name(implementation: str | None) -> str:
+    """The attention implementation in force; transformers falls back to eager where none is set."""
+    return implementation or "eager"
+
+
+def cache_keyword(module: nn.Module) -> str:
+    """Name of the cache argument of a model: ``cache`` in newer transformers, ``past_key_values`` before."""
+    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
+
+
+def _configs_sharing(model: PreTrainedModel, text_config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """The decoder's config first, then copies of it that submodules hold as objects of their own."""
+    found = [text_config]
+    decoder = model.get_decoder()
+    for module in decoder.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig) and all(config is not other for other in found):
+            found.append(config)
+    return found
+
+
+def _foreign_cache(cache: object) -> CacheError:
+    kind = type(cache).__name__
+    filled = isinstance(cache, Cache) and cache.get_seq_length() > 0
+    state = "that already holds tokens" if filled else "of another kind"
+    return CacheError(
+        f"cache: a {kind} {state} cannot be compressed; leave the argument out, or pass a kvcompress.CompressedCache"
+    )
+
+
+__all__ = ["Handle", "apply", "cache_keyword", "check_supported"]
+

@@ -1,0 +1,183 @@
+"""The plan of one forward pass: which tokens go to which slots, and which sequences compress.
+
+A plan is made once per forward from host integers and the padding of the new tokens, and serves all layers. It
+changes nothing by itself: the cache commits ``after`` when the last layer has attended, so that a forward that fails
+half way leaves the cache as it was.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvcompress.config import CompressionConfig
+from kvcompress.errors import CacheError
+from kvcompress.layout import Layout, RowState, hull
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Rows that one call can treat alike: equal slots in use, equally many new tokens.
+
+    Attributes:
+        rows: indices in the batch.
+        before, after: their states before and after the new tokens (and the event, if any).
+        new: new tokens of each row, at the end of the chunk.
+        compresses: an event follows the attention of these tokens.
+    """
+
+    rows: list[int]
+    before: list[RowState]
+    after: list[RowState]
+    new: int
+    compresses: bool
+
+
+@dataclass
+class StepPlan:
+    """One forward pass of ``length`` columns.
+
+    Attributes:
+        decode: one real token for every row, written to its slot before attention.
+        groups: rows by what happens to them.
+        span: slots that attention must read, (start, stop): all rows' tokens, in decode the new ones included.
+        masked: not every slot of the span is in use in every row.
+        stored: some row holds tokens from earlier calls.
+        after: state of every row once the forward is complete.
+    """
+
+    length: int
+    decode: bool
+    groups: list[RowGroup]
+    span: tuple[int, int]
+    masked: bool
+    stored: bool
+    after: list[RowState]
+
+
+def new_tokens(valid: Sequence[Sequence[bool]] | None, rows: int, length: int) -> list[int]:
+    """Real tokens of each row among the ``length`` new columns.
+
+    Args:
+        valid: per row and column, False for padding; None for no padding.
+
+    Raises:
+        CacheError: if padding follows a token; only left padding can be told from the end of a sequence.
+    """
+    if valid is None:
+        return [length] * rows
+    counts = []
+    for row, flags in enumerate(valid):
+        count = sum(flags)
+        if not all(flags[length - count :]):
+            raise CacheError(
+                f"attention_mask: row {row} has padding after a token (columns {list(map(int, flags))[:16]}...); "
+                "pad on the left (tokenizer.padding_side = 'left')"
+            )
+        counts.append(count)
+    return counts
+
+
+def plan_step(
+    config: CompressionConfig,
+    layout: Layout,
+    rows: Sequence[RowState],
+    counts: Sequence[int],
+    length: int,
+    prompts: Sequence[int] | None,
+) -> StepPlan:
+    """Decide what a forward pass does.
+
+    Args:
+        rows: states before it. counts: real new tokens of each row. length: columns of the call.
+        prompts: prompt length of each row where the caller declared it; otherwise the first call is the prompt.
+    """
+    decode = length == 1 and all(counts) and all(row.seen for row in rows)
+    members: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    before = [
+        replace(row, prompt=prompts[i] if prompts is not None else counts[i]) if row.seen == 0 else row
+        for i, row in enumerate(rows)
+    ]
+    for i, row in enumerate(before):
+        compresses = _compresses(config, row, counts[i])
+        members[(row.old, row.ring, row.flipped, bool(row.events), counts[i], compresses)].append(i)
+    groups = []
+    after = list(before)
+    for (_, _, _, _, new, compresses), indices in members.items():
+        assert isinstance(new, int)
+        for i in indices:
+            after[i] = _state_after(config, layout, before[i], new, bool(compresses), decode)
+        groups.append(
+            RowGroup(indices, [before[i] for i in indices], [after[i] for i in indices], new, bool(compresses))
+        )
+    attended = [layout.appended(row, 1) for row in before] if decode else before
+    span = hull(layout, attended)
+    full = all(layout.span(row) == span and layout.is_contiguous(row) for row in attended)
+    return StepPlan(length, decode, groups, span, not full, any(row.held for row in before), after)
+
+
+def _compresses(config: CompressionConfig, row: RowState, new: int) -> bool:
+    """Whether an event follows: the row holds K + B tokens, or more, once the new ones are in.
+
+    Under ``prefill: defer`` never within the prompt, and for a prompt that outgrew K + B first at the next multiple
+    of B past K, as published (VASE: L > K and L mod B = 0 for K a multiple of B).
+    """
+    if not config.evicts or not new:
+        return False
+    assert isinstance(config.budget, int)
+    budget, buffer = config.budget, config.buffer
+    length = row.held + new
+    if length < budget + buffer:
+        return False
+    if config.prefill == "defer" and row.events == 0:
+        if row.seen < row.prompt:
+            return False
+        if row.held >= budget + buffer:
+            return (length - budget) // buffer > (row.held - budget) // buffer
+    return True
+
+
+def _state_after(
+    config: CompressionConfig, layout: Layout, row: RowState, new: int, compresses: bool, decode: bool
+) -> RowState:
+    if not compresses:
+        # A long deferred prompt needs a larger layout; the cache provides it before anything is written.
+        return layout.appended(row, new) if new else row
+    assert isinstance(config.budget, int)
+    if decode:
+        written = layout.appended(row, new)
+        if layout.is_steady(written):
+            return layout.rotated(written)
+    survivors = min(row.held + new - config.buffer, config.budget - config.buffer)
+    return layout.compressed(replace(row, seen=row.seen + new), survivors)
+
+
+def slots_needed(config: CompressionConfig, rows: Sequence[RowState], counts: Sequence[int]) -> int:
+    """Slots that the fullest row uses after the call, counting K + B where an event bounds it."""
+    bound = config.budget + config.buffer if config.evicts and isinstance(config.budget, int) else 0
+    needed = bound
+    for row, new in zip(rows, counts, strict=True):
+        if not _compresses(config, row, new):
+            needed = max(needed, row.held + new)
+    return needed
+
+
+def chunk_mask(mask: Tensor | None, valid: Tensor | None, length: int, device: torch.device) -> Tensor:
+    """Which new token may look at which new token, as bool (rows or 1, 1, length, length).
+
+    Args:
+        mask: what transformers prepared for the new columns: bool or additive, 4-D; or None for plain causal.
+        valid: (rows, length) bool, used where ``mask`` is not 4-D.
+    """
+    if mask is not None and mask.dim() == 4:
+        allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    else:
+        allowed = torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None]
+        if valid is not None:
+            allowed = allowed & valid[:, None, None, :]
+    # A padding query that may look nowhere would yield NaN, which a weight of zero doesn't remove; let it see itself.
+    return allowed | torch.eye(length, dtype=torch.bool, device=device)

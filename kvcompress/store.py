@@ -1,0 +1,286 @@
+"""SlotStore: the cached tokens of a group of layers in fixed slots, replaced in place (design section 5).
+
+Softmax attention doesn't care in which order it meets keys whose position is baked in, so an event overwrites the
+slots of the tokens that leave with the tokens that come in, and moves at most ``buffer`` rows per head. Which slot
+holds what is decided on the host (:mod:`kvcompress.layout`); this file only moves rows of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcompress.kernels.replace_slots import replace_slots, replacement_plan
+from kvcompress.layout import Layout, RowState
+from kvcompress.pipeline import Pipeline, check_finite
+from kvcompress.scoring import TokenStatistics
+
+EMPTY = -1
+# An event gathers the candidates of several layers at once, as many as stay below this many elements (256 MiB in fp32).
+_EVENT_ELEMENTS = 1 << 26
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Shapes that the layers of a store share."""
+
+    rows: int
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values in one layer."""
+        return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+
+class SlotStore:
+    """The slots of several layers with equal shapes on one device.
+
+    Attributes:
+        layers: indices of the layers, in the order of the leading axis.
+        keys: (layers, rows, kv_heads, slots, key_dim). values: (layers, rows, kv_heads, slots, value_dim).
+        positions: (layers, rows, kv_heads, slots) int32, -1 where the slot is empty.
+        mass: (layers, rows, kv_heads, slots) float32 attention received so far, or None.
+        queries: (layers, rows, heads, window, key_dim), the query of token t at t mod window, or None.
+    """
+
+    def __init__(self, layers: Sequence[int], geometry: Geometry, layout: Layout, pipeline: Pipeline) -> None:
+        self.layers = list(layers)
+        self.geometry = geometry
+        self.layout = layout
+        self.pipeline = pipeline
+        g = geometry
+        shape = (len(self.layers), g.rows, g.kv_heads, layout.slots)
+        options = {"dtype": g.dtype, "device": g.device}
+        self.keys = torch.empty(*shape, g.key_dim, **options)  # type: ignore[call-overload]
+        self.values = torch.empty(*shape, g.value_dim, **options)  # type: ignore[call-overload]
+        self.positions = torch.full(shape, EMPTY, dtype=torch.int32, device=g.device)
+        self.mass = torch.zeros(shape, dtype=torch.float32, device=g.device) if pipeline.needs_mass else None
+        self.queries: Tensor | None = None
+        if pipeline.window:
+            window = (len(self.layers), g.rows, g.heads, pipeline.window, g.key_dim)
+            self.queries = torch.empty(window, **options)  # type: ignore[call-overload]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything the store holds, by name."""
+        named = {
+            "keys": self.keys,
+            "values": self.values,
+            "positions": self.positions,
+            "mass": self.mass,
+            "queries": self.queries,
+        }
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    def _per_slot(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self.tensors().items() if name != "queries"}
+
+    def map_rows(self, index: Tensor) -> None:
+        """Replace the batch by ``rows[index]``; ``index`` is (new rows,) int64."""
+        index = index.to(self.geometry.device)
+        for name, tensor in self.tensors().items():
+            setattr(self, name, tensor.index_select(1, index))
+        self._set_geometry(rows=len(index))
+
+    def to(self, device: torch.device) -> None:
+        """Move everything to another device."""
+        for name, tensor in self.tensors().items():
+            setattr(self, name, tensor.to(device))
+        self._set_geometry(device=device)
+
+    def _set_geometry(self, **changes: object) -> None:
+        self.geometry = Geometry(**{**self.geometry.__dict__, **changes})  # type: ignore[arg-type]
+
+    def relayout(self, layout: Layout, before: Sequence[RowState], after: Sequence[RowState]) -> None:
+        """Move to a layout with another number of old slots, each row from its ``before`` to its ``after`` slots."""
+        fresh = SlotStore(self.layers, self.geometry, layout, self.pipeline)
+        for row, (old, new) in enumerate(zip(before, after, strict=True)):
+            source = self._index(self.layout.slots_in_use(old))
+            target = self._index(layout.slots_in_use(new))
+            for name, tensor in fresh._per_slot().items():
+                tensor[:, row, :, target] = getattr(self, name)[:, row, :, source]
+        for name, tensor in fresh._per_slot().items():
+            setattr(self, name, tensor)
+        self.layout = layout
+
+    def clear(self, row: int, slots: Sequence[int]) -> None:
+        """Mark slots of one row as empty in all layers."""
+        if slots:
+            self.positions[:, row, :, self._index(slots)] = EMPTY
+
+    def write(
+        self, layer: int, rows: Sequence[int], slots: Sequence[int], keys: Tensor, values: Tensor, first: Sequence[int]
+    ) -> None:
+        """Write the same number of new tokens into the same slots of several rows of one layer.
+
+        Args:
+            layer: index along the leading axis.
+            slots: one slot per new token.
+            keys, values: (len(rows), kv_heads, len(slots), dim).
+            first: position of the first new token of each row.
+        """
+        row = self._index(rows)[:, None]
+        slot = self._index(slots)[None, :]
+        self.keys[layer][row, :, slot] = keys.transpose(1, 2)
+        self.values[layer][row, :, slot] = values.transpose(1, 2)
+        positions = self._index(first)[:, None] + torch.arange(len(slots), device=self.geometry.device)
+        self.positions[layer][row, :, slot] = positions[:, :, None].to(torch.int32)
+        if self.mass is not None:
+            self.mass[layer][row, :, slot] = 0.0
+
+    def write_queries(self, layer: int, rows: Sequence[int], queries: Tensor, first: Sequence[int]) -> None:
+        """Remember the last queries of several rows of one layer.
+
+        Args:
+            queries: (len(rows), heads, count, key_dim), the last ``count`` ones matter if more than the window.
+            first: position of the first query of each row.
+        """
+        if self.queries is None:
+            return
+        window = self.queries.shape[3]
+        count = min(window, queries.shape[2])
+        skipped = queries.shape[2] - count
+        times = self._index(first)[:, None] + skipped + torch.arange(count, device=self.geometry.device)
+        row = self._index(rows)[:, None]
+        self.queries[layer][row, :, times % window] = queries[:, :, skipped:].transpose(1, 2)
+
+    def _window(self, part: slice, row_index: Tensor, rows: Sequence[RowState]) -> Tensor:
+        """(layers * rows, heads, W, key_dim), the last W queries of each row in order of time."""
+        g = self.geometry
+        if self.queries is None:
+            count = len(self.layers[part]) * len(rows)
+            return torch.empty(count, g.heads, 0, g.key_dim, dtype=g.dtype, device=g.device)
+        window = self.queries.shape[3]
+        count = min(window, min(row.seen for row in rows))
+        times = self._index([row.seen for row in rows])[:, None] - count + torch.arange(count, device=g.device)
+        # Advanced indices on both sides of a slice come first: (rows, W, layers, heads, dim).
+        picked = self.queries[part].permute(1, 3, 0, 2, 4)[row_index[:, None], times % window]
+        return picked.permute(2, 0, 3, 1, 4).flatten(0, 1)
+
+    def _index(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int64).to(self.geometry.device, non_blocking=True)
+
+    def _slices(self, rows: int, candidates: int) -> list[slice]:
+        g = self.geometry
+        step = max(1, _EVENT_ELEMENTS // max(1, rows * g.kv_heads * candidates * max(g.key_dim, g.value_dim)))
+        return [slice(start, start + step) for start in range(0, len(self.layers), step)]
+
+    def compress_in_place(
+        self, rows: Sequence[int], states: Sequence[RowState], sequences: Sequence[int], scaling: float
+    ) -> None:
+        """Steady event of all layers for rows in the same phase: overwrite victims, free the older half.
+
+        Args:
+            rows: all rows of the batch, or a single one.
+            states: their states before the event; same ``old``, ``ring`` and ``flipped``.
+            sequences: what keys their random numbers.
+        """
+        flipped, buffer, old = states[0].flipped, self.layout.buffer, self.layout.old
+        start, stop = (0, buffer + old) if flipped else (buffer, 2 * buffer + old)
+        for part in self._slices(len(rows), stop - start):
+            # Views of the pools, so that writing to them writes to the store.
+            pools = {
+                name: tensor[part].flatten(0, 1) if len(rows) > 1 else tensor[part, rows[0]]
+                for name, tensor in self._per_slot().items()
+            }
+            spans = {name: pool[:, :, start:stop] for name, pool in pools.items()}
+            tokens = self._statistics(spans, part, rows, states, sequences, scaling)
+            keep = self.pipeline.select(tokens).keep
+            # Candidates in slot order, turned so that the old slots come first and the newcomers after them.
+            shift = buffer if flipped else 0
+            victims, sources = replacement_plan((keep - shift) % (stop - start), buffer)
+            sources = start + (sources + shift) % (stop - start)
+            victims = victims + buffer
+            for pool in pools.values():
+                index = sources if pool.dim() == 3 else sources.unsqueeze(-1).expand(*sources.shape, pool.shape[-1])
+                replace_slots(pool, victims, pool.gather(2, index))
+        freed = slice(0, buffer) if flipped else slice(buffer + old, 2 * buffer + old)
+        for row in rows:
+            self.positions[:, row, :, freed] = EMPTY
+
+    def compress_rewriting(
+        self,
+        part: slice,
+        rows: Sequence[int],
+        states: Sequence[RowState],
+        sequences: Sequence[int],
+        scaling: float,
+        chunk: dict[str, Tensor] | None = None,
+    ) -> None:
+        """Event that rewrites the slots of rows of equal state: after a long prompt or a chunk that doesn't fit.
+
+        Args:
+            part: layers along the leading axis.
+            states: the rows before ``chunk``, except that ``seen`` counts it.
+            chunk: new tokens that are not in the slots yet: keys, values, positions, mass of shape
+                (len(rows), kv_heads, count[, dim]), for a part of one layer.
+        """
+        index = self._index(rows)
+        used = self._index(self.layout.slots_in_use(states[0]))
+        gathered = {}
+        for name, tensor in self._per_slot().items():
+            present = tensor[part].index_select(1, index).index_select(3, used).flatten(0, 1)
+            if chunk is not None:
+                present = torch.cat([present, chunk[name].to(present.dtype)], dim=2) if len(used) else chunk[name]
+            gathered[name] = present
+        buffer = self.layout.buffer
+        candidates = {name: tensor[:, :, :-buffer] for name, tensor in gathered.items()}
+        tokens = self._statistics(candidates, part, rows, states, sequences, scaling)
+        keep = self.pipeline.select(tokens, in_order=states[0].events == 0).keep
+        survivors = keep.shape[-1]
+        layers = len(self.layers[part])
+        for name, pool in self._per_slot().items():
+            wide = keep if gathered[name].dim() == 3 else keep.unsqueeze(-1).expand(*keep.shape, pool.shape[-1])
+            kept = candidates[name].gather(2, wide).unflatten(0, (layers, len(rows)))
+            recent = gathered[name][:, :, -buffer:].unflatten(0, (layers, len(rows)))
+            if name == "positions":
+                pool[part, index] = EMPTY
+            pool[part, index, :, buffer : buffer + survivors] = kept.to(pool.dtype)
+            pool[part, index, :, buffer + self.layout.old :] = recent.to(pool.dtype)
+
+    def _statistics(
+        self,
+        slots: dict[str, Tensor],
+        part: slice,
+        rows: Sequence[int],
+        states: Sequence[RowState],
+        sequences: Sequence[int],
+        scaling: float,
+    ) -> TokenStatistics:
+        config = self.pipeline.config
+        assert isinstance(config.budget, int)
+        layers = self.layers[part]
+        positions = slots["positions"].to(torch.int64)
+        if config.check_finite:
+            check_finite(slots["keys"], slots["values"], positions, [layer for layer in layers for _ in rows])
+
+        def per_row(values: Sequence[int]) -> Tensor:
+            return self._index(values).repeat(len(layers))
+
+        return TokenStatistics(
+            keys=slots["keys"],
+            values=slots["values"],
+            queries=self._window(part, self._index(rows), states),
+            positions=positions,
+            prompt_length=per_row([state.prompt for state in states]),
+            sequence=per_row(sequences),
+            layer=self._index(layers).repeat_interleave(len(rows)),
+            event=per_row([state.events for state in states]),
+            seed=config.seed,
+            budget=config.budget,
+            buffer=config.buffer,
+            scaling=scaling,
+            mass=slots.get("mass"),
+        )

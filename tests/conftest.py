@@ -1,0 +1,11 @@
+"""Settings shared by all tests."""
+
+import torch
+from hypothesis import settings
+
+# One thread: the tests compare small tensors, and results must not depend on how many cores the machine has.
+torch.set_num_threads(1)
+
+# Derandomized, so that a failure in CI can be repeated; no deadline, since shared machines stall.
+settings.register_profile("kvcompress", deadline=None, derandomize=True, max_examples=40)
+settings.load_profile("kvcompress")
