@@ -1,8 +1,8 @@
 """kvcompress: KV-cache compression for reasoning models, by eviction and quantization in one pipeline.
 
-    import kvcompress
-    kvcompress.apply(model, "vase-attnv", budget=1024)
-    model.generate(**inputs, max_new_tokens=32768)
+import kvcompress
+kvcompress.apply(model, "vase-attnv", budget=1024)
+model.generate(**inputs, max_new_tokens=32768)
 """
 
 from __future__ import annotations

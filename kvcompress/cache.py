@@ -25,7 +25,7 @@ from kvcompress.errors import CacheError, UnsupportedModelError
 from kvcompress.kernels.decode_attention import attention_mass, slot_attention
 from kvcompress.layout import Layout, RowState
 from kvcompress.pipeline import Pipeline, check_protected
-from kvcompress.step import StepPlan, chunk_mask, new_tokens, plan_step, slots_needed
+from kvcompress.step import StepPlan, chunk_mask, is_steady, new_tokens, plan_step, slots_needed, with_prompts
 from kvcompress.store import EMPTY, Geometry, SlotStore
 
 # Slots are added to a cache that doesn't evict in steps of a quarter of its size, at least this many.
@@ -294,7 +294,9 @@ class CompressedCache(Cache):
         rows, length = queries.shape[0], queries.shape[2]
         states = self.rows or [RowState() for _ in range(rows)]
         if len(states) != rows:
-            raise CacheError(f"batch: this cache holds {len(states)} sequences, the call has {rows}; use one cache per batch")
+            raise CacheError(
+                f"batch: this cache holds {len(states)} sequences, the call has {rows}; use one cache per batch"
+            )
         if mask is not None and mask.dim() == 4 and mask.shape[-1] != length:
             raise CacheError(
                 f"attention_mask: shape {tuple(mask.shape)} covers {mask.shape[-1]} columns, but over a compressed "
@@ -308,10 +310,11 @@ class CompressedCache(Cache):
         declared = self._declared
         if declared is not None and len(declared) != rows:
             declared = [prompt for prompt in declared for _ in range(rows // len(declared))]
+        states = with_prompts(states, counts, declared)
         needed = slots_needed(self.config, states, counts)
         if needed > self.layout.slots:
             states = self._grow(states, needed)
-        return plan_step(self.config, self.layout, states, counts, length, declared)
+        return plan_step(self.config, self.layout, states, counts, length)
 
     def _valid(self, mask: Tensor | None, states: list[RowState], rows: int, length: int) -> list[list[bool]] | None:
         """Per row and new column, whether it is a token; None if all are."""
@@ -495,7 +498,7 @@ class CompressedCache(Cache):
         every = len(rows) == len(self.rows)
         for store in self.stores:
             scaling = self._scaling[store.layers[0]]
-            if self.layout.is_steady(states[0]):
+            if is_steady(self.config, self.layout, states[0]):
                 batches = [(rows, states, sequences)] if every else []
                 if not every:
                     batches = [([r], [s], [q]) for r, s, q in zip(rows, states, sequences, strict=True)]
@@ -545,7 +548,9 @@ class CompressedCache(Cache):
             CacheError: if a compression has come after the tokens to remove; the cache is left as it was.
         """
         if tokens_to_remove > 0:
-            raise CacheError(f"crop: {tokens_to_remove} is positive; give the number of tokens to remove as a negative one")
+            raise CacheError(
+                f"crop: {tokens_to_remove} is positive; give the number of tokens to remove as a negative one"
+            )
         count = -tokens_to_remove
         if count and self.rows:
             self._check_crop(count)
@@ -637,7 +642,10 @@ class CompressedCache(Cache):
         """Bytes held and tokens kept now; see :class:`CacheStats`."""
         self._check_unread_mask()
         others = sum(
-            value.nbytes for layer in self._other_layers() for value in vars(layer).values() if isinstance(value, Tensor)
+            value.nbytes
+            for layer in self._other_layers()
+            for value in vars(layer).values()
+            if isinstance(value, Tensor)
         )
         held = sum(store.nbytes for store in self.stores)
         per_token = sum(len(store.layers) * store.geometry.bytes_per_token for store in self.stores)
@@ -668,7 +676,9 @@ def compressible_layers(config: PreTrainedConfig) -> list[int]:
     layers = DynamicCache(config=config).layers
     shared = getattr(config, "num_kv_shared_layers", 0) or "reuse" in (getattr(config, "kv_sharing_modes", None) or ())
     if shared:
-        raise UnsupportedModelError(f"{config.model_type}: layers share each other's keys and values, which is not supported")
+        raise UnsupportedModelError(
+            f"{config.model_type}: layers share each other's keys and values, which is not supported"
+        )
     found = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
     if not found:
         kinds = sorted({type(layer).__name__ for layer in layers})
@@ -745,9 +755,7 @@ def _sequence_key(digest: bytes, occurrence: int) -> int:
     return int.from_bytes(key, "little", signed=True)
 
 
-def _write_decode(
-    store: SlotStore, local: int, plan: StepPlan, queries: Tensor, keys: Tensor, values: Tensor
-) -> None:
+def _write_decode(store: SlotStore, local: int, plan: StepPlan, queries: Tensor, keys: Tensor, values: Tensor) -> None:
     """Write one new token of every row to its slot."""
     layout = store.layout
     slots = {layout.next_slot(row) for group in plan.groups for row in group.before}

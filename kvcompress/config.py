@@ -114,8 +114,7 @@ class CompressionConfig(BaseModel):
             return CompressionConfig.model_validate({**dict(self), "budget": budget})
         except ValidationError as error:
             raise ConfigError(
-                f"budget: {self.budget} of a context of {context_length} tokens is {budget} tokens; "
-                + _describe(error)
+                f"budget: {self.budget} of a context of {context_length} tokens is {budget} tokens; " + _describe(error)
             ) from error
 
     def with_fields(self, overrides: Mapping[str, Any]) -> CompressionConfig:
@@ -140,7 +139,7 @@ class CompressionConfig(BaseModel):
 
 def json_schema() -> dict[str, Any]:
     """JSON schema of a recipe, with every registered stage discriminated by its name."""
-    union = Annotated[Union[tuple(registered_stages().values())], Field(discriminator="stage")]  # noqa: UP007
+    union: Any = Annotated[Union[tuple(registered_stages().values())], Field(discriminator="stage")]  # noqa: UP007
     schema = CompressionConfig.model_json_schema()
     stages = TypeAdapter(union).json_schema(ref_template="#/$defs/{model}")
     schema["$defs"] = stages.pop("$defs")
@@ -297,11 +296,13 @@ def _read(source: str | Path) -> tuple[dict[str, Any], str]:
             "A recipe file is given as a path that ends in .yaml"
         )
     try:
-        data = yaml.load(content, Loader=_UniqueKeyLoader)  # noqa: S506
+        data = yaml.load(content, Loader=_UniqueKeyLoader)
     except yaml.YAMLError as error:
         raise ConfigError(f"recipe {text}: not valid YAML: {error}") from error
     if not isinstance(data, dict):
-        raise ConfigError(f"recipe {text}: holds {type(data).__name__}, not a mapping of fields such as budget and stages")
+        raise ConfigError(
+            f"recipe {text}: holds {type(data).__name__}, not a mapping of fields such as budget and stages"
+        )
     return {"name": Path(text).stem, **data}, text
 
 

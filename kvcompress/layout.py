@@ -81,9 +81,7 @@ class Layout:
     def cropped(self, row: RowState, count: int) -> RowState:
         """The row without its last ``count`` tokens; after an event only tokens of the ring can go."""
         from_ring = min(count, row.ring)
-        return replace(
-            row, seen=row.seen - count, ring=row.ring - from_ring, old=row.old - (count - from_ring)
-        )
+        return replace(row, seen=row.seen - count, ring=row.ring - from_ring, old=row.old - (count - from_ring))
 
     def compressed(self, row: RowState, survivors: int) -> RowState:
         """The row after an event that rewrote all slots: survivors in the old slots, the recent ones in Y."""
@@ -110,9 +108,9 @@ class Layout:
         start, stop = self.span(row)
         return stop - start == row.held
 
-    def is_steady(self, row: RowState) -> bool:
-        """Whether old slots and ring are full, so that an event replaces slots in place."""
-        return row.old == self.old and row.ring == 2 * self.buffer
+    def is_full(self, row: RowState) -> bool:
+        """Whether every slot is in use."""
+        return row.held == self.slots
 
     def refilled(self, row: RowState) -> RowState:
         """The same row in this layout, coming from one with another number of old slots."""

@@ -127,11 +127,16 @@ class Handle:
         if cache is None and not use_cache:
             return args, kwargs
         if given.get("output_attentions"):
-            raise KVCompressError("output_attentions: evicted tokens have no attention weights; remove() first, or leave it out")
+            raise KVCompressError(
+                "output_attentions: evicted tokens have no attention weights; remove() first, or leave it out"
+            )
         if cache is None or (type(cache) is DynamicCache and cache.get_seq_length() == 0):
             cache = self._fresh()
             args = args[: names.index(self._keyword)] if self._keyword in names else args
-            kwargs = {**{n: v for n, v in given.items() if n in names[len(args) :] or n in kwargs}, self._keyword: cache}
+            kwargs = {
+                **{n: v for n, v in given.items() if n in names[len(args) :] or n in kwargs},
+                self._keyword: cache,
+            }
         elif not isinstance(cache, CompressedCache):
             raise _foreign_cache(cache)
         inputs = given.get("input_ids")
@@ -214,6 +219,12 @@ def check_supported(model: Any) -> None:
             f"{name}: does not route attention through transformers' AttentionInterface (falcon and bloom don't), "
             "so its cache cannot be compressed"
         )
+    latent = next((type(module).__name__ for module in model.modules() if hasattr(module, "expand_kv")), None)
+    if latent is not None:
+        raise UnsupportedModelError(
+            f"{name}: {latent} caches latents that it expands to keys and values after the cache (multi-head latent "
+            "attention), which is not supported"
+        )
     text_config: PreTrainedConfig = model.config.get_text_config(decoder=True)
     compressible_layers(text_config)
     used = text_config_name(text_config._attn_implementation)
@@ -254,4 +265,3 @@ def _foreign_cache(cache: object) -> CacheError:
 
 
 __all__ = ["Handle", "apply", "cache_keyword", "check_supported"]
-

@@ -198,8 +198,8 @@ def _from_pretrained(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(where, **options)
         model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options)
+        tokenizer = AutoTokenizer.from_pretrained(where, **options)
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # transformers, the hub client and safetensors each have their own exceptions

@@ -148,7 +148,9 @@ def select_tokens(
     if not config.evicts:
         raise _nothing_to_select(config)
     if not isinstance(config.budget, int):
-        raise KVCompressError(f"budget: {config.budget} is not a number of tokens; set one, or call config.resolve first")
+        raise KVCompressError(
+            f"budget: {config.budget} is not a number of tokens; set one, or call config.resolve first"
+        )
     batch, kv_heads, candidates, head_dim = _check_shapes(keys, values, queries)
     device = keys.device
     if positions is None:
@@ -206,7 +208,9 @@ def check_protected(config: CompressionConfig, prompt_length: int, candidates: i
 def _check_shapes(keys: Tensor, values: Tensor, queries: Tensor) -> tuple[int, int, int, int]:
     for name, tensor in (("keys", keys), ("values", values), ("queries", queries)):
         if tensor.dim() != 4:
-            raise KVCompressError(f"{name}: has shape {tuple(tensor.shape)}, must have 4 dimensions (batch, heads, tokens, dim)")
+            raise KVCompressError(
+                f"{name}: has shape {tuple(tensor.shape)}, must have 4 dimensions (batch, heads, tokens, dim)"
+            )
         if not tensor.is_floating_point():
             raise KVCompressError(f"{name}: has dtype {tensor.dtype}, must be floating point")
     if keys.shape[:3] != values.shape[:3]:
@@ -267,5 +271,7 @@ def _per_sequence(name: str, given: int | Sequence[int] | Tensor, batch: int, de
     if tensor.dim() == 0:
         return tensor.expand(batch)
     if tuple(tensor.shape) != (batch,):
-        raise KVCompressError(f"{name}: has shape {tuple(tensor.shape)}, must be one number or ({batch},), one per sequence")
+        raise KVCompressError(
+            f"{name}: has shape {tuple(tensor.shape)}, must be one number or ({batch},), one per sequence"
+        )
     return tensor

@@ -153,7 +153,7 @@ def _register(found: dict[str, type[Stage]], stage: Any, origin: str) -> None:
     if not isinstance(name, str) or get_args(stage.model_fields["stage"].annotation) != (name,):
         raise ConfigError(
             f"stage class {stage.__qualname__} of {origin} declares no name; declare one by "
-            "'stage: Literal[\"NAME\"] = \"NAME\"'"
+            '\'stage: Literal["NAME"] = "NAME"\''
         )
     if getattr(stage, "role", None) not in ROLES:
         raise ConfigError(

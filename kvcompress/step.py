@@ -88,31 +88,25 @@ def plan_step(
     rows: Sequence[RowState],
     counts: Sequence[int],
     length: int,
-    prompts: Sequence[int] | None,
 ) -> StepPlan:
     """Decide what a forward pass does.
 
     Args:
         rows: states before it. counts: real new tokens of each row. length: columns of the call.
-        prompts: prompt length of each row where the caller declared it; otherwise the first call is the prompt.
     """
     decode = length == 1 and all(counts) and all(row.seen for row in rows)
-    members: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    before = [
-        replace(row, prompt=prompts[i] if prompts is not None else counts[i]) if row.seen == 0 else row
-        for i, row in enumerate(rows)
-    ]
+    members: dict[tuple[int, int, bool, bool, int, bool], list[int]] = defaultdict(list)
+    before = list(rows)
     for i, row in enumerate(before):
         compresses = _compresses(config, row, counts[i])
         members[(row.old, row.ring, row.flipped, bool(row.events), counts[i], compresses)].append(i)
     groups = []
     after = list(before)
     for (_, _, _, _, new, compresses), indices in members.items():
-        assert isinstance(new, int)
         for i in indices:
-            after[i] = _state_after(config, layout, before[i], new, bool(compresses), decode)
+            after[i] = _state_after(config, layout, before[i], new, compresses, decode)
         groups.append(
-            RowGroup(indices, [before[i] for i in indices], [after[i] for i in indices], new, bool(compresses))
+            RowGroup(indices, [before[i] for i in indices], [after[i] for i in indices], new, compresses)
         )
     attended = [layout.appended(row, 1) for row in before] if decode else before
     span = hull(layout, attended)
@@ -150,20 +144,35 @@ def _state_after(
     assert isinstance(config.budget, int)
     if decode:
         written = layout.appended(row, new)
-        if layout.is_steady(written):
+        if is_steady(config, layout, written):
             return layout.rotated(written)
     survivors = min(row.held + new - config.buffer, config.budget - config.buffer)
     return layout.compressed(replace(row, seen=row.seen + new), survivors)
 
 
+def is_steady(config: CompressionConfig, layout: Layout, row: RowState) -> bool:
+    """Whether exactly K + B slots exist and all are in use, so that an event replaces slots in place."""
+    return layout.is_full(row) and row.held == config.budget + config.buffer  # type: ignore[operator]
+
+
 def slots_needed(config: CompressionConfig, rows: Sequence[RowState], counts: Sequence[int]) -> int:
-    """Slots that the fullest row uses after the call, counting K + B where an event bounds it."""
-    bound = config.budget + config.buffer if config.evicts and isinstance(config.budget, int) else 0
-    needed = bound
+    """Slots that the fullest row uses until it next compresses: K + B, or up to where a deferred prompt does."""
+    if not config.evicts:
+        return max(row.held + new for row, new in zip(rows, counts, strict=True))
+    assert isinstance(config.budget, int)
+    budget, buffer = config.budget, config.buffer
+    needed = budget + buffer
     for row, new in zip(rows, counts, strict=True):
-        if not _compresses(config, row, new):
-            needed = max(needed, row.held + new)
+        length = row.held + new
+        if length >= needed and not _compresses(config, row, new):
+            needed = budget + ((length - budget) // buffer + 1) * buffer
     return needed
+
+
+def with_prompts(rows: Sequence[RowState], counts: Sequence[int], declared: Sequence[int] | None) -> list[RowState]:
+    """Note the prompt length of rows that begin: the declared one, or what the first call brings."""
+    lengths = counts if declared is None else declared
+    return [replace(row, prompt=lengths[i]) if row.seen == 0 else row for i, row in enumerate(rows)]
 
 
 def chunk_mask(mask: Tensor | None, valid: Tensor | None, length: int, device: torch.device) -> Tensor:

@@ -60,8 +60,9 @@ class SlotStore:
         g = geometry
         shape = (len(self.layers), g.rows, g.kv_heads, layout.slots)
         options = {"dtype": g.dtype, "device": g.device}
-        self.keys = torch.empty(*shape, g.key_dim, **options)  # type: ignore[call-overload]
-        self.values = torch.empty(*shape, g.value_dim, **options)  # type: ignore[call-overload]
+        # Zeros, since attention over a ragged batch reads unused slots, and masking doesn't remove NaN: 0 * NaN = NaN.
+        self.keys = torch.zeros(*shape, g.key_dim, **options)  # type: ignore[call-overload]
+        self.values = torch.zeros(*shape, g.value_dim, **options)  # type: ignore[call-overload]
         self.positions = torch.full(shape, EMPTY, dtype=torch.int32, device=g.device)
         self.mass = torch.zeros(shape, dtype=torch.float32, device=g.device) if pipeline.needs_mass else None
         self.queries: Tensor | None = None

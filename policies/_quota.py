@@ -31,7 +31,5 @@ class Quota(BaseModel):
         # Decimal shares are not exact in binary: 0.29 * 100 = 28.999... must reserve 29.
         reserved = int(self.share * budget + 1e-9)
         if reserved < 1:
-            raise ValueError(
-                f"share: {self.share} of budget {budget} is less than one token; use at least 1/{budget}"
-            )
+            raise ValueError(f"share: {self.share} of budget {budget} is less than one token; use at least 1/{budget}")
         return reserved

@@ -59,7 +59,5 @@ class Attention(ScoreStage):
         if self.pooling == "max":
             pooled = F.max_pool1d(flat, self.smoothing, stride=1, padding=half)
         else:
-            pooled = F.avg_pool1d(
-                flat, self.smoothing, stride=1, padding=half, count_include_pad=self.edges == "zero"
-            )
+            pooled = F.avg_pool1d(flat, self.smoothing, stride=1, padding=half, count_include_pad=self.edges == "zero")
         return pooled.reshape(scores.shape)

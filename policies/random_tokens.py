@@ -14,7 +14,7 @@ from kvcompress.stages import Protected, ProtectStage
 class RandomTokens(Quota, ProtectStage):
     """Keep N_v candidates drawn uniformly anew at each event, tokens protected earlier counted in:
 
-        P = the N_v candidates of largest u_i,  u_i ~ U(0, 1), and u_i := +inf where i is protected already
+    P = the N_v candidates of largest u_i,  u_i ~ U(0, 1), and u_i := +inf where i is protected already
     """
 
     stage: Literal["random_tokens"] = "random_tokens"

@@ -14,7 +14,7 @@ from kvcompress.stages import Protected, ProtectStage
 class Recent(Quota, ProtectStage):
     """Keep the most recent R tokens; the buffer, which always stays, is counted in:
 
-        P = the R - B candidates of highest position
+    P = the R - B candidates of highest position
     """
 
     stage: Literal["recent"] = "recent"

@@ -134,9 +134,7 @@ def test_a_draw_does_not_depend_on_the_rest_of_the_batch():
     def batch(order):
         shape = (len(order), 1, 1)
         row = torch.full(shape, 4)
-        return random_words(9, sequences[order].reshape(shape), row, heads[None, :, None], row, positions, 1)[
-            0
-        ]
+        return random_words(9, sequences[order].reshape(shape), row, heads[None, :, None], row, positions, 1)[0]
 
     whole = batch([0, 1, 2])
     assert torch.equal(batch([2, 0, 1]), whole[[2, 0, 1]])
@@ -174,9 +172,7 @@ def test_transforms_are_finite_at_the_ends(word):
         angle = 2 * np.pi * ((other >> 9) + 0.5) / 2**23
         normal = to_normal(tensor, tensors(other)[0])
         assert normal.dtype == torch.float32
-        assert float(normal) == pytest.approx(
-            np.sqrt(-2 * np.log(uniform)) * np.cos(angle), rel=1e-5, abs=1e-6
-        )
+        assert float(normal) == pytest.approx(np.sqrt(-2 * np.log(uniform)) * np.cos(angle), rel=1e-5, abs=1e-6)
 
 
 @pytest.fixture(scope="module")

@@ -76,9 +76,7 @@ def slot_attention(
         packed = queries.reshape(rows, keys.shape[1], group, queries.shape[-1])
         out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scaling)
         return out.reshape(rows, heads, 1, out.shape[-1])
-    return F.scaled_dot_product_attention(
-        queries, keys, values, attn_mask=mask, scale=scaling, enable_gqa=group > 1
-    )
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling, enable_gqa=group > 1)
 
 
 # Queries are processed in slices whose float32 probabilities stay below this many elements (64 MiB).
@@ -106,8 +104,6 @@ def attention_mass(
     for start in range(0, length, step):
         part = slice(start, min(start + step, length))
         part_mask = mask if mask is None or mask.shape[-2] == 1 else mask[..., part, :]
-        _, probabilities = attention_reference(
-            queries[:, :, part], keys, empty, part_mask, scaling, softcap, sinks
-        )
+        _, probabilities = attention_reference(queries[:, :, part], keys, empty, part_mask, scaling, softcap, sinks)
         mass += probabilities.unflatten(1, (kv_heads, -1)).mean(dim=2).sum(dim=2)
     return mass
