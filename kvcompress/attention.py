@@ -7,6 +7,7 @@ cache, training) to X itself, unchanged.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcompress.cache import NewStates
 from kvcompress.errors import CacheError
+from kvcompress.forward import LayerCall
+from kvcompress.latent import LatentStates, absorb, check_absorption, expand_output
 
 PREFIX = "kvcompress_"
 WRAPPED = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -33,11 +36,15 @@ def register() -> None:
         AttentionMaskInterface.register(PREFIX + name, _wrapped_mask(name))
 
 
+def _unchanged(out: Tensor) -> Tensor:
+    return out
+
+
 def _original(name: str, module: nn.Module) -> AttentionFunction:
     """The model's own attention function; eager attention lives in the file of its model."""
     if name == "eager":
-        return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[no-any-return]
-    return ALL_ATTENTION_FUNCTIONS[name]  # type: ignore[no-any-return]
+        return sys.modules[type(module).__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS[name]
 
 
 def _wrapped_attention(name: str) -> AttentionFunction:
@@ -59,22 +66,34 @@ def _wrapped_attention(name: str) -> AttentionFunction:
                 module, query, key, value, attention_mask, *args, dropout=dropout, **scale, **kwargs
             )
 
-        if not isinstance(key, NewStates) or not isinstance(value, NewStates):
+        if isinstance(key, LatentStates):
+            new_keys, new_values = key.plain(), value.plain()  # type: ignore[union-attr]
+            latents = key.origin
+            layer, keys, values = latents.layer, latents.keys, latents.latent
+            queries = absorb(module, query, values.shape[-1])
+            if layer.cache.columns == 0:
+                check_absorption(module, query, new_keys, queries, keys)
+        elif isinstance(key, NewStates):
+            new_keys, new_values = key.states, value.states  # type: ignore[union-attr]
+            layer, keys, values, queries = key.layer, new_keys, new_values, query
+        else:
             return dense(key, value)  # type: ignore[arg-type]
         if kwargs.get("position_bias") is not None:
             raise CacheError(f"{type(module).__name__}: adds a position bias to attention, which is not supported")
-        keys, values = key.states, value.states
-        out = key.layer.cache.attend(
-            key.layer.index,
-            query,
-            keys,
-            values,
-            attention_mask,
+        latent = isinstance(key, LatentStates)
+        call = LayerCall(
+            queries=queries,
+            keys=keys,
+            values=values,
+            mask=attention_mask,
             scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
             softcap=kwargs.get("softcap"),
             sinks=kwargs.get("s_aux"),
-            dense=lambda: dense(keys, values)[0].transpose(1, 2),
+            dense=lambda: dense(new_keys, new_values)[0].transpose(1, 2),
+            project=functools.partial(expand_output, module) if latent else _unchanged,
+            latent=latent,
         )
+        out = layer.cache.attend(layer.index, call)
         return out.transpose(1, 2).contiguous(), None
 
     return forward

@@ -8,9 +8,7 @@ tokens, then writes them, then compresses. Sliding-window, chunked and linear-at
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,15 +20,16 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from kvcompress.config import CompressionConfig, load_config
 from kvcompress.errors import CacheError, UnsupportedModelError
-from kvcompress.kernels.decode_attention import attention_mass, slot_attention
+from kvcompress.forward import LayerCall, chunk, decode
+from kvcompress.identity import Identities
+from kvcompress.latent import Latents, LatentStates
 from kvcompress.layout import Layout, RowState
 from kvcompress.pipeline import Pipeline, check_protected
-from kvcompress.step import StepPlan, chunk_mask, is_steady, new_tokens, plan_step, slots_needed, with_prompts
+from kvcompress.step import StepPlan, is_steady, new_tokens, plan_step, slots_needed, with_prompts
 from kvcompress.store import EMPTY, Geometry, SlotStore
 
 # Slots are added to a cache that doesn't evict in steps of a quarter of its size, at least this many.
 _GROWTH = 256
-_HISTORY_BASE = 0x9E3779B97F4A7C15 - 2**64
 
 
 @dataclass(frozen=True)
@@ -81,6 +80,13 @@ class NewStates:
     def device(self) -> torch.device:
         return self.states.device
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise UnsupportedModelError(
+            f"the model applies {getattr(func, '__name__', func)} to keys or values between cache and attention, which "
+            "is not supported"
+        )
+
 
 class CompressedLayer(CacheLayerMixin):
     """One full-attention layer of a :class:`CompressedCache`, as transformers sees it."""
@@ -95,7 +101,7 @@ class CompressedLayer(CacheLayerMixin):
         self.index = index
 
     @property
-    def is_croppable(self) -> bool:  # type: ignore[override]
+    def is_croppable(self) -> bool:
         return self.cache.is_croppable
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -104,6 +110,9 @@ class CompressedLayer(CacheLayerMixin):
     @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         self.cache.check_wrapped()
+        if self.cache.latent_rank is not None and key_states.shape[-1] == self.cache.latent_rank:
+            latents = Latents(self, key_states, value_states)
+            return LatentStates.mark(key_states, latents), LatentStates.mark(value_states, latents)
         return NewStates(self, key_states), NewStates(self, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -152,18 +161,14 @@ class CompressedCache(Cache):
         super().__init__(layers=layers)
         self.pipeline = Pipeline(self.config)
         self._placement = _layer_devices(model) if isinstance(model, PreTrainedModel) else {}
-        self._sequence_ids = None if sequence_ids is None else [int(i) for i in sequence_ids]
-        self._declared: list[int] | None = None
+        self.latent_rank: int | None = getattr(self.model_config, "kv_lora_rank", None)
+        self.identities = Identities(sequence_ids)
         self._forget()
 
     def _forget(self) -> None:
         self.columns = 0
         self.rows: list[RowState] = []
         self.stores: list[SlotStore] = []
-        self.sequences: list[int] | None = None
-        self._identities: list[tuple[bytes, int]] | None = None
-        self._history: Tensor | None = None
-        self._history_known = True
         self._interior_padding = False
         self._unread_mask: Tensor | None = None
         self._plan: StepPlan | None = None
@@ -189,9 +194,7 @@ class CompressedCache(Cache):
         Args:
             input_ids: (prompts, columns). attention_mask: same shape, 0 for padding, or None.
         """
-        prompts = _unpadded(input_ids, attention_mask)
-        self._declared = [len(prompt) for prompt in prompts]
-        self._identify(prompts)
+        self.identities.declare(input_ids, attention_mask, whole=True)
 
     def observe_inputs(self, input_ids: Tensor | None, attention_mask: Tensor | None, rows: int) -> None:
         """Take note of the tokens of a call before it runs: they key the random numbers and make up the history.
@@ -199,118 +202,69 @@ class CompressedCache(Cache):
         Args:
             input_ids: (rows, columns) of this call only, or None. attention_mask: 2-D, past columns included.
         """
+        self._check_batch(rows)
+        self.identities.see(input_ids)
+        if self.columns or not self.config.evicts or input_ids is None:
+            return
+        mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
+        if mask is not None:
+            mask = mask[:, -input_ids.shape[1] :]
+        self.identities.declare(input_ids, mask, whole=False)
+        longest = input_ids.shape[1] if mask is None else int(mask.sum(dim=1).max())
+        longest = max([longest, *(self.identities.prompt_lengths or ())])
+        check_protected(self.config, longest, candidates=longest)
+
+    def matches_history(self, input_ids: Tensor) -> bool:
+        """Whether input_ids begins with the tokens that this cache has seen (True where that is unknown)."""
+        return self.identities.matches(input_ids, self.columns)
+
+    def _check_batch(self, rows: int) -> None:
         if self.rows and rows != len(self.rows):
             raise CacheError(
                 f"batch: this cache holds {len(self.rows)} sequences, the call has {rows}; use one cache per batch"
             )
-        if input_ids is None:
-            self._history_known = False
-        elif self._history_known:
-            self._history = extend_history(self._history, input_ids)
-        if self.columns:
-            return
-        columns = input_ids.shape[1] if input_ids is not None else None
-        mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
-        if mask is not None and columns is not None:
-            mask = mask[:, -columns:]
-        if self._declared is None and self._identities is None and input_ids is not None and self.config.evicts:
-            self._identify(_unpadded(input_ids, mask))
-        if self.config.evicts:
-            longest = max(self._declared) if self._declared else _longest(mask, columns)
-            if longest is not None and (longest > self.config.budget - self.config.buffer):  # type: ignore[operator]
-                check_protected(self.config, longest)
-
-    def matches_history(self, input_ids: Tensor) -> bool:
-        """Whether the first ``columns`` of input_ids are the tokens this cache has seen (True where that is unknown)."""
-        if not self._history_known or self._history is None or not self.columns:
-            return True
-        prefix = extend_history(None, input_ids[:, : self.columns].to(self._history.device))
-        return prefix.shape == self._history.shape and bool((prefix == self._history).all())
-
-    def _identify(self, prompts: list[list[int]]) -> None:
-        digests = [hashlib.blake2b(str(prompt).encode(), digest_size=8).digest() for prompt in prompts]
-        self._identities = _numbered(digests)
-
-    def _keys_of_rows(self, rows: int) -> list[int]:
-        """64-bit random key of each row of the batch."""
-        if self._sequence_ids is not None:
-            if len(self._sequence_ids) != rows:
-                raise CacheError(f"sequence_ids: {len(self._sequence_ids)} given for a batch of {rows} sequences")
-            return list(self._sequence_ids)
-        if self._identities is None:
-            return list(range(rows))
-        if len(self._identities) != rows and rows % len(self._identities) == 0:
-            digests = [digest for digest, _ in self._identities for _ in range(rows // len(self._identities))]
-            self._identities = _numbered(digests)
-        if len(self._identities) != rows:
-            raise CacheError(f"batch: {len(self._identities)} prompts were declared for a batch of {rows} sequences")
-        return [_sequence_key(*identity) for identity in self._identities]
 
     # -- one forward pass ----------------------------------------------------------------------------------------
 
-    def attend(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor | None,
-        scaling: float,
-        softcap: float | None,
-        sinks: Tensor | None,
-        dense: Callable[[], Tensor],
-    ) -> Tensor:
+    def attend(self, layer: int, call: LayerCall) -> Tensor:
         """Attend to everything stored and to the new tokens, then store them, then compress.
 
-        Args:
-            layer: index of the layer.
-            queries: (rows, heads, length, key_dim). keys: (rows, kv_heads, length, key_dim). values: (rows, kv_heads,
-                length, value_dim).
-            mask: what transformers prepared for the new columns, or None.
-            dense: computes attention over the new tokens alone by the model's own attention function.
-
         Returns:
-            (rows, heads, length, value_dim).
+            (rows, heads, length, dim), what the model's own attention function would return before its transpose.
         """
         if layer == self.compressed[0]:
-            self._plan = self._begin(queries, mask)
+            self._plan = self._begin(call)
         plan = self._plan
         if plan is None:
             raise CacheError(f"layer {layer} was called before layer {self.compressed[0]}, out of order")
         with torch.no_grad(), torch.inference_mode(False):
-            store, local = self._store_of(layer, queries, keys, values)
-            if plan.decode:
-                _write_decode(store, local, plan, queries.detach(), keys.detach(), values.detach())
-        if plan.decode:
-            out = _attend_decode(store, local, plan, queries, scaling, softcap, sinks)
-        else:
-            out = self._attend_chunk(store, local, plan, queries, keys, values, mask, scaling, softcap, sinks, dense)
-        self._scaling[layer] = scaling
+            store, local = self._store_of(layer, call.geometry)
+        out = decode(store, local, plan, call) if plan.decode else chunk(store, local, plan, call, self._keys)
+        self._scaling[layer] = call.scaling
         if layer == self.compressed[-1]:
             self._finish(plan)
         return out
 
-    def _begin(self, queries: Tensor, mask: Tensor | None) -> StepPlan:
-        rows, length = queries.shape[0], queries.shape[2]
-        states = self.rows or [RowState() for _ in range(rows)]
-        if len(states) != rows:
-            raise CacheError(
-                f"batch: this cache holds {len(states)} sequences, the call has {rows}; use one cache per batch"
-            )
+    @property
+    def _keys(self) -> list[int]:
+        assert self.identities.keys is not None
+        return self.identities.keys
+
+    def _begin(self, call: LayerCall) -> StepPlan:
+        """Plan a forward pass; the slots it needs exist afterwards."""
+        rows, length, mask = call.queries.shape[0], call.queries.shape[2], call.mask
+        self._check_batch(rows)
         if mask is not None and mask.dim() == 4 and mask.shape[-1] != length:
             raise CacheError(
                 f"attention_mask: shape {tuple(mask.shape)} covers {mask.shape[-1]} columns, but over a compressed "
                 f"cache only the {length} new ones can be masked; give a 2-D padding mask"
             )
-        if self.sequences is None:
-            self.sequences = self._keys_of_rows(rows)
+        self.identities.settle(rows)
+        states = self.rows or [RowState() for _ in range(rows)]
         counts = new_tokens(self._valid(mask, states, rows, length), rows, length)
         if any(row.seen and count < length for row, count in zip(states, counts, strict=True)):
             self._interior_padding = True
-        declared = self._declared
-        if declared is not None and len(declared) != rows:
-            declared = [prompt for prompt in declared for _ in range(rows // len(declared))]
-        states = with_prompts(states, counts, declared)
+        states = with_prompts(states, counts, self.identities.prompt_lengths)
         needed = slots_needed(self.config, states, counts)
         if needed > self.layout.slots:
             states = self._grow(states, needed)
@@ -359,17 +313,17 @@ class CompressedCache(Cache):
             self.rows = moved
         return moved
 
-    def _store_of(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[SlotStore, int]:
+    def _store_of(self, layer: int, geometry: Geometry) -> tuple[SlotStore, int]:
         """The store of a layer and its place in it; allocates the store of all layers alike at its first layer."""
         for store in self.stores:
             if layer in store.layers:
-                if store.geometry != _geometry(queries, keys, values):
-                    store = self._split(store, layer, _geometry(queries, keys, values))
+                if store.geometry != geometry:
+                    store = self._split(store, layer, geometry)
                 return store, store.layers.index(layer)
         taken = {index for store in self.stores for index in store.layers}
         place = self._placement.get(layer)
         alike = [i for i in self.compressed if i >= layer and i not in taken and self._placement.get(i) == place]
-        store = SlotStore(alike, _geometry(queries, keys, values), self.layout, self.pipeline)
+        store = SlotStore(alike, geometry, self.layout, self.pipeline)
         self.stores.append(store)
         return store, 0
 
@@ -379,107 +333,15 @@ class CompressedCache(Cache):
             raise CacheError(
                 f"layer {layer}: keys and values have changed to {geometry} from {store.geometry} within one cache"
             )
-        at = store.layers.index(layer)
-        later = SlotStore(store.layers[at:], geometry, self.layout, self.pipeline)
-        for name, tensor in store.tensors().items():
-            setattr(store, name, tensor[:at].clone())
-        del store.layers[at:]
+        later = SlotStore(store.layers[store.layers.index(layer) :], geometry, self.layout, self.pipeline)
+        store.keep_layers(store.layers.index(layer))
         if not store.layers:
             self.stores.remove(store)
         self.stores.append(later)
         return later
 
-    def _attend_chunk(
-        self,
-        store: SlotStore,
-        local: int,
-        plan: StepPlan,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor | None,
-        scaling: float,
-        softcap: float | None,
-        sinks: Tensor | None,
-        dense: Callable[[], Tensor],
-    ) -> Tensor:
-        """Several new tokens, or padding among them: attention over slots and chunk, then writing and compression."""
-        start, stop = plan.span
-        allowed, seen_keys = None, keys
-        if plan.stored or store.mass is not None:
-            valid = torch.zeros(len(plan.after), plan.length, dtype=torch.bool)
-            for group in plan.groups:
-                valid[group.rows, plan.length - group.new :] = True
-            valid = valid.to(keys.device)
-            allowed = chunk_mask(mask, valid, plan.length, keys.device)
-        if plan.stored:
-            assert allowed is not None
-            in_use = (store.positions[local, :, :1, start:stop] != EMPTY).unsqueeze(2)
-            allowed = torch.cat(
-                [in_use.expand(-1, -1, plan.length, -1), allowed.expand(len(plan.after), -1, -1, -1)], dim=-1
-            )
-            seen_keys = torch.cat([store.keys[local, :, :, start:stop], keys], dim=2)
-            seen_values = torch.cat([store.values[local, :, :, start:stop], values], dim=2)
-            out = slot_attention(queries, seen_keys, seen_values, allowed, scaling, softcap, sinks)
-        else:
-            out = dense()
-        with torch.no_grad(), torch.inference_mode(False):
-            chunk_mass = None
-            if store.mass is not None:
-                assert allowed is not None
-                real = allowed & valid[:, None, :, None]
-                mass = attention_mass(queries, seen_keys, real, scaling, softcap, sinks)
-                stored = mass.shape[-1] - plan.length
-                if stored:
-                    store.mass[local, :, :, start:stop] += mass[..., :stored]
-                chunk_mass = mass[..., stored:]
-            self._store_chunk(store, local, plan, queries.detach(), keys.detach(), values.detach(), chunk_mass, scaling)
-        return out
-
-    def _store_chunk(
-        self,
-        store: SlotStore,
-        local: int,
-        plan: StepPlan,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        mass: Tensor | None,
-        scaling: float,
-    ) -> None:
-        assert self.sequences is not None
-        for group in plan.groups:
-            if not group.new:
-                continue
-            rows = group.rows
-            every = len(rows) == len(plan.after)
-            first = [row.seen for row in group.before]
-
-            def of_rows(tensor: Tensor, rows: list[int] = rows, every: bool = every, new: int = group.new) -> Tensor:
-                part = tensor if every else tensor[rows]
-                return part[:, :, plan.length - new :] if new < plan.length else part
-
-            store.write_queries(local, rows, of_rows(queries), first)
-            if not group.compresses:
-                slots = self.layout.next_slots(group.before[0], group.new)
-                store.write(local, rows, slots, of_rows(keys), of_rows(values), first)
-                if store.mass is not None and mass is not None:
-                    at = (store._index(rows)[:, None], slice(None), store._index(slots)[None, :])
-                    store.mass[local][at] = of_rows(mass).transpose(1, 2)
-                continue
-            chunk = {"keys": of_rows(keys), "values": of_rows(values)}
-            offsets = torch.arange(group.new, device=keys.device)
-            positions = store._index(first)[:, None] + offsets
-            chunk["positions"] = positions[:, None].expand(-1, keys.shape[1], -1).to(torch.int32)
-            if mass is not None:
-                chunk["mass"] = of_rows(mass)
-            states = [replace(row, seen=row.seen + group.new) for row in group.before]
-            sequences = [self.sequences[row] for row in rows]
-            store.compress_rewriting(slice(local, local + 1), rows, states, sequences, scaling, chunk)
-
     def _finish(self, plan: StepPlan) -> None:
         """All layers have attended: compress what a decode step filled up, and commit the lengths."""
-        assert self.sequences is not None
         if plan.decode and any(group.compresses for group in plan.groups):
             self._check_unread_mask()
             with torch.no_grad(), torch.inference_mode(False):
@@ -493,8 +355,7 @@ class CompressedCache(Cache):
             self._shrink()
 
     def _compress_decoded(self, rows: list[int], states: list[RowState]) -> None:
-        assert self.sequences is not None
-        sequences = [self.sequences[row] for row in rows]
+        sequences = [self._keys[row] for row in rows]
         every = len(rows) == len(self.rows)
         for store in self.stores:
             scaling = self._scaling[store.layers[0]]
@@ -536,7 +397,7 @@ class CompressedCache(Cache):
 
     def reset(self) -> None:
         """Forget everything; the next call starts a new batch."""
-        self._declared = None
+        self.identities.reset()
         self._forget()
         for layer in self._other_layers():
             layer.reset()
@@ -562,7 +423,7 @@ class CompressedCache(Cache):
                 cropped.append(self.layout.cropped(row, removed))
             self.rows = cropped
             self.columns -= count
-            self._history_known = False
+            self.identities.forget_history()
         for layer in self._other_layers():
             layer.crop(tokens_to_remove)
 
@@ -592,13 +453,8 @@ class CompressedCache(Cache):
         with torch.no_grad(), torch.inference_mode(False):
             for store in self.stores:
                 store.map_rows(chosen)
-            if self._history is not None:
-                self._history = self._history[chosen.to(self._history.device)]
+            self.identities.map_rows(picked)
         self.rows = [self.rows[i] for i in picked]
-        for name in ("sequences", "_identities", "_sequence_ids", "_declared"):
-            values = getattr(self, name)
-            if values is not None and len(values) > max(picked, default=0):
-                setattr(self, name, [values[i] for i in picked])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i of the batch becomes what row beam_idx[i] was; beams of one parent share its random numbers."""
@@ -617,9 +473,7 @@ class CompressedCache(Cache):
         if self.rows:
             device = self.stores[0].geometry.device
             self._map_rows(torch.arange(len(self.rows), device=device).repeat_interleave(repeats))
-            if self._identities is not None and self._sequence_ids is None:
-                self._identities = _numbered([digest for digest, _ in self._identities])
-                self.sequences = [_sequence_key(*identity) for identity in self._identities]
+            self.identities.renumber()
         for layer in self._other_layers():
             layer.batch_repeat_interleave(repeats)
 
@@ -628,13 +482,57 @@ class CompressedCache(Cache):
         target = torch.device(device)
         for store in self.stores:
             store.to(target)
-        if self._history is not None:
-            self._history = self._history.to(target)
+        self.identities.to(target)
         for layer in self._other_layers():
             for name, value in vars(layer).items():
                 if isinstance(value, Tensor):
                     setattr(layer, name, value.to(target))
         return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything held, as tensors, numbers, strings and lists that ``torch.save`` and ``weights_only=True`` take."""
+        return {
+            "config": self.config.to_yaml(),
+            "columns": self.columns,
+            "rows": [list(asdict(row).values()) for row in self.rows],
+            "layout": [self.layout.old, self.layout.buffer],
+            "interior_padding": self._interior_padding,
+            "scaling": self._scaling,
+            "identities": self.identities.state_dict(),
+            "stores": [store.state_dict() for store in self.stores],
+            "others": [
+                {name: value for name, value in vars(layer).items() if isinstance(value, (Tensor, int, bool))}
+                for layer in self._other_layers()
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave, on the device its tensors are on.
+
+        Raises:
+            CacheError: if it comes from another recipe or another model.
+        """
+        if state["config"] != self.config.to_yaml():
+            raise CacheError(
+                f"state: was saved under another recipe; this cache has\n{self.config.to_yaml()}\nthe state has\n{state['config']}"
+            )
+        saved = sorted(layer for entry in state["stores"] for layer in entry["layers"])
+        others = self._other_layers()
+        if (saved and saved != self.compressed) or len(state["others"]) != len(others):
+            raise CacheError(f"state: holds layers {saved}, this model's compressed layers are {self.compressed}")
+        self._forget()
+        self.columns = state["columns"]
+        self.rows = [RowState(*row) for row in state["rows"]]
+        self.layout = Layout(*state["layout"])
+        self._interior_padding = state["interior_padding"]
+        self._scaling = dict(state["scaling"])
+        self.identities.load_state_dict(state["identities"])
+        self.stores = [SlotStore.from_state_dict(entry, self.layout, self.pipeline) for entry in state["stores"]]
+        for layer, values in zip(others, state["others"], strict=True):
+            for name, value in values.items():
+                setattr(layer, name, value.clone() if isinstance(value, Tensor) else value)
+            if isinstance(getattr(layer, "keys", None), Tensor):
+                layer.dtype, layer.device = layer.keys.dtype, layer.keys.device
 
     # -- what it holds -------------------------------------------------------------------------------------------
 
@@ -689,32 +587,6 @@ def compressible_layers(config: PreTrainedConfig) -> list[int]:
     return found
 
 
-def extend_history(history: Tensor | None, input_ids: Tensor) -> Tensor:
-    """Rolling hash of all token ids of each row, in wrapping 64-bit arithmetic: h <- h * A + id per column.
-
-    Args:
-        history: (rows,) int64, or None for no tokens yet. input_ids: (rows, columns).
-    """
-    columns = input_ids.shape[1]
-    base = torch.full((columns,), _HISTORY_BASE, dtype=torch.int64, device=input_ids.device)
-    powers = torch.cumprod(base, dim=0)
-    weights = torch.cat([torch.ones_like(powers[:1]), powers[:-1]]).flip(0)
-    added = ((input_ids.to(torch.int64) + 1) * weights).sum(dim=1)
-    return added if history is None or not columns else history * powers[-1] + added
-
-
-def _geometry(queries: Tensor, keys: Tensor, values: Tensor) -> Geometry:
-    return Geometry(
-        rows=keys.shape[0],
-        heads=queries.shape[1],
-        kv_heads=keys.shape[1],
-        key_dim=keys.shape[3],
-        value_dim=values.shape[3],
-        dtype=keys.dtype,
-        device=keys.device,
-    )
-
-
 def _layer_devices(model: PreTrainedModel) -> dict[int, torch.device]:
     """Device of each attention layer, so that layers placed together share a store."""
     devices: dict[int, torch.device] = {}
@@ -725,74 +597,3 @@ def _layer_devices(model: PreTrainedModel) -> dict[int, torch.device]:
             if parameter is not None:
                 devices.setdefault(index, parameter.device)
     return devices
-
-
-def _unpadded(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
-    if attention_mask is None:
-        return [list(map(int, row)) for row in input_ids.tolist()]
-    pairs = zip(input_ids.tolist(), attention_mask.tolist(), strict=True)
-    return [[int(token) for token, real in zip(row, flags, strict=True) if real] for row, flags in pairs]
-
-
-def _longest(mask: Tensor | None, columns: int | None) -> int | None:
-    if mask is not None:
-        return int(mask.sum(dim=1).max())
-    return columns
-
-
-def _numbered(digests: list[bytes]) -> list[tuple[bytes, int]]:
-    """Each digest with its occurrence number among equal ones."""
-    seen: Counter[bytes] = Counter()
-    numbered = []
-    for digest in digests:
-        numbered.append((digest, seen[digest]))
-        seen[digest] += 1
-    return numbered
-
-
-def _sequence_key(digest: bytes, occurrence: int) -> int:
-    key = hashlib.blake2b(digest + occurrence.to_bytes(8, "little"), digest_size=8).digest()
-    return int.from_bytes(key, "little", signed=True)
-
-
-def _write_decode(store: SlotStore, local: int, plan: StepPlan, queries: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Write one new token of every row to its slot."""
-    layout = store.layout
-    slots = {layout.next_slot(row) for group in plan.groups for row in group.before}
-    times = {row.seen for group in plan.groups for row in group.before}
-    if len(slots) == 1 and len(times) == 1:
-        slot, time = slots.pop(), times.pop()
-        store.keys[local, :, :, slot] = keys[:, :, 0]
-        store.values[local, :, :, slot] = values[:, :, 0]
-        store.positions[local, :, :, slot] = time
-        if store.mass is not None:
-            store.mass[local, :, :, slot] = 0.0
-        if store.queries is not None:
-            store.queries[local, :, :, time % store.queries.shape[3]] = queries[:, :, 0]
-        return
-    for group in plan.groups:
-        rows, first = group.rows, [row.seen for row in group.before]
-        store.write(local, rows, layout.next_slots(group.before[0], 1), keys[rows], values[rows], first)
-        store.write_queries(local, rows, queries[rows], first)
-
-
-def _attend_decode(
-    store: SlotStore,
-    local: int,
-    plan: StepPlan,
-    queries: Tensor,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """One query per row over the slots in use, the new token's among them."""
-    start, stop = plan.span
-    keys = store.keys[local, :, :, start:stop]
-    values = store.values[local, :, :, start:stop]
-    mask = None
-    if plan.masked:
-        mask = (store.positions[local, :, :1, start:stop] != EMPTY).unsqueeze(2)
-    out = slot_attention(queries, keys, values, mask, scaling, softcap, sinks)
-    if store.mass is not None:
-        store.mass[local, :, :, start:stop] += attention_mass(queries, keys, mask, scaling, softcap, sinks)
-    return out

@@ -18,6 +18,7 @@ from kvcompress import attention
 from kvcompress.cache import CacheStats, CompressedCache, compressible_layers
 from kvcompress.config import CompressionConfig, load_config
 from kvcompress.errors import CacheError, KVCompressError, UnsupportedModelError
+from kvcompress.latent import check_latent
 
 OLDEST_TRANSFORMERS = Version("5.17")
 _ATTRIBUTE = "_kvcompress_handle"
@@ -182,14 +183,14 @@ class Handle:
                 raise _foreign_cache(cache)
             if not named:
                 kwargs[self._keyword] = cache
-            is_ids = isinstance(inputs, Tensor) and inputs.dim() == 2
-            if is_ids and cache.columns and inputs.shape[1] > cache.columns and not cache.matches_history(inputs):
+            ids = inputs if isinstance(inputs, Tensor) and inputs.dim() == 2 else None
+            if ids is not None and cache.columns and ids.shape[1] > cache.columns and not cache.matches_history(ids):
                 raise CacheError(
-                    f"input_ids: the first {cache.columns} tokens differ from those this cache has seen; history cannot "
-                    "be edited in a compressed cache. Call cache.reset(), or pass only new tokens with a full attention_mask"
+                    f"input_ids: the first {cache.columns} tokens differ from those this cache has seen; history cannot be "
+                    "edited in a compressed cache. Call cache.reset(), or pass only new tokens with a full attention_mask"
                 )
-            if is_ids and not cache.columns and setting("prefill_chunk_size"):
-                cache.expect_prompt(inputs, kwargs.get("attention_mask"))
+            if ids is not None and not cache.columns and setting("prefill_chunk_size"):
+                cache.expect_prompt(ids, kwargs.get("attention_mask"))
             return original(*args, **kwargs)
 
         return generate
@@ -219,12 +220,11 @@ def check_supported(model: Any) -> None:
             f"{name}: does not route attention through transformers' AttentionInterface (falcon and bloom don't), "
             "so its cache cannot be compressed"
         )
-    latent = next((type(module).__name__ for module in model.modules() if hasattr(module, "expand_kv")), None)
-    if latent is not None:
-        raise UnsupportedModelError(
-            f"{name}: {latent} caches latents that it expands to keys and values after the cache (multi-head latent "
-            "attention), which is not supported"
-        )
+    decoder = model.get_decoder()
+    causal = [module.is_causal for module in decoder.modules() if hasattr(module, "is_causal")]
+    if not isinstance(decoder, PreTrainedModel) or (causal and not any(causal)):
+        raise UnsupportedModelError(f"{name}: is not a causal decoder; only decoder-only models are supported")
+    check_latent(model)
     text_config: PreTrainedConfig = model.config.get_text_config(decoder=True)
     compressible_layers(text_config)
     used = text_config_name(text_config._attn_implementation)

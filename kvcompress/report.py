@@ -249,7 +249,7 @@ def _draw_divergence(axes: Any, comparison: Comparison) -> None:
         )
     axes.errorbar(means, places, xerr=errors, fmt="none", ecolor="#3c4043", elinewidth=1.2, capsize=3)
     widest = max(m + e for m, e in zip(means, errors, strict=True)) or 1.0
-    axes.set_xlim(0, widest * 1.2)
+    axes.set_xlim(0, widest * 1.28)
     axes.set_ylim(len(results) - 0.5, -0.5)
     axes.set_yticks(list(places), [r.name for r in results])
     _plain_axes(axes)

@@ -105,9 +105,7 @@ def plan_step(
     for (_, _, _, _, new, compresses), indices in members.items():
         for i in indices:
             after[i] = _state_after(config, layout, before[i], new, compresses, decode)
-        groups.append(
-            RowGroup(indices, [before[i] for i in indices], [after[i] for i in indices], new, compresses)
-        )
+        groups.append(RowGroup(indices, [before[i] for i in indices], [after[i] for i in indices], new, compresses))
     attended = [layout.appended(row, 1) for row in before] if decode else before
     span = hull(layout, attended)
     full = all(layout.span(row) == span and layout.is_contiguous(row) for row in attended)

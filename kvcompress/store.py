@@ -7,8 +7,9 @@ holds what is decided on the host (:mod:`kvcompress.layout`); this file only mov
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ _EVENT_ELEMENTS = 1 << 26
 
 @dataclass(frozen=True)
 class Geometry:
-    """Shapes that the layers of a store share."""
+    """Shapes that the layers of a store share; ``latent`` layers keep values as the first channels of keys."""
 
     rows: int
     heads: int
@@ -34,11 +35,13 @@ class Geometry:
     value_dim: int
     dtype: torch.dtype
     device: torch.device
+    latent: bool = False
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in one layer."""
-        return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+        channels = self.key_dim if self.latent else self.key_dim + self.value_dim
+        return self.kv_heads * channels * self.dtype.itemsize
 
 
 class SlotStore:
@@ -62,7 +65,7 @@ class SlotStore:
         options = {"dtype": g.dtype, "device": g.device}
         # Zeros, since attention over a ragged batch reads unused slots, and masking doesn't remove NaN: 0 * NaN = NaN.
         self.keys = torch.zeros(*shape, g.key_dim, **options)  # type: ignore[call-overload]
-        self.values = torch.zeros(*shape, g.value_dim, **options)  # type: ignore[call-overload]
+        self._values = None if g.latent else torch.zeros(*shape, g.value_dim, **options)  # type: ignore[call-overload]
         self.positions = torch.full(shape, EMPTY, dtype=torch.int32, device=g.device)
         self.mass = torch.zeros(shape, dtype=torch.float32, device=g.device) if pipeline.needs_mass else None
         self.queries: Tensor | None = None
@@ -70,11 +73,39 @@ class SlotStore:
             window = (len(self.layers), g.rows, g.heads, pipeline.window, g.key_dim)
             self.queries = torch.empty(window, **options)  # type: ignore[call-overload]
 
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and tensors; the inverse is :meth:`from_state_dict`."""
+        g = self.geometry
+        shape = {"heads": g.heads, "value_dim": g.value_dim, "latent": g.latent}
+        return {"layers": list(self.layers), "shape": shape, "tensors": self.tensors()}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any], layout: Layout, pipeline: Pipeline) -> SlotStore:
+        """A store that holds copies of what :meth:`state_dict` gave, on the device of those tensors."""
+        keys = state["tensors"]["keys"]
+        geometry = Geometry(
+            rows=keys.shape[1],
+            kv_heads=keys.shape[2],
+            key_dim=keys.shape[4],
+            dtype=keys.dtype,
+            device=keys.device,
+            **state["shape"],
+        )
+        store = cls(state["layers"], geometry, layout, pipeline)
+        for name, tensor in state["tensors"].items():
+            setattr(store, name, tensor.clone())
+        return store
+
+    @property
+    def values(self) -> Tensor:
+        """(layers, rows, kv_heads, slots, value_dim); a view of keys where values are channels of them."""
+        return self.keys[..., : self.geometry.value_dim] if self._values is None else self._values
+
     def tensors(self) -> dict[str, Tensor]:
-        """Everything the store holds, by name."""
+        """Everything the store holds, by attribute name."""
         named = {
             "keys": self.keys,
-            "values": self.values,
+            "_values": self._values,
             "positions": self.positions,
             "mass": self.mass,
             "queries": self.queries,
@@ -86,7 +117,14 @@ class SlotStore:
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def _per_slot(self) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in self.tensors().items() if name != "queries"}
+        """What moves with a token: keys, values (unless they are channels of keys), positions, mass."""
+        return {name.lstrip("_"): tensor for name, tensor in self.tensors().items() if name != "queries"}
+
+    def keep_layers(self, count: int) -> None:
+        """Drop all layers but the first ``count``."""
+        for name, tensor in self.tensors().items():
+            setattr(self, name, tensor[:count].clone())
+        del self.layers[count:]
 
     def map_rows(self, index: Tensor) -> None:
         """Replace the batch by ``rows[index]``; ``index`` is (new rows,) int64."""
@@ -102,27 +140,50 @@ class SlotStore:
         self._set_geometry(device=device)
 
     def _set_geometry(self, **changes: object) -> None:
-        self.geometry = Geometry(**{**self.geometry.__dict__, **changes})  # type: ignore[arg-type]
+        self.geometry = Geometry(**{**self.geometry.__dict__, **changes})
 
     def relayout(self, layout: Layout, before: Sequence[RowState], after: Sequence[RowState]) -> None:
         """Move to a layout with another number of old slots, each row from its ``before`` to its ``after`` slots."""
         fresh = SlotStore(self.layers, self.geometry, layout, self.pipeline)
         for row, (old, new) in enumerate(zip(before, after, strict=True)):
-            source = self._index(self.layout.slots_in_use(old))
-            target = self._index(layout.slots_in_use(new))
+            source = self.index(self.layout.slots_in_use(old))
+            target = self.index(layout.slots_in_use(new))
             for name, tensor in fresh._per_slot().items():
-                tensor[:, row, :, target] = getattr(self, name)[:, row, :, source]
-        for name, tensor in fresh._per_slot().items():
-            setattr(self, name, tensor)
+                tensor[:, row, :, target] = self._per_slot()[name][:, row, :, source]
+        for name, tensor in fresh.tensors().items():
+            if name != "queries":
+                setattr(self, name, tensor)
         self.layout = layout
 
     def clear(self, row: int, slots: Sequence[int]) -> None:
         """Mark slots of one row as empty in all layers."""
         if slots:
-            self.positions[:, row, :, self._index(slots)] = EMPTY
+            self.positions[:, row, :, self.index(slots)] = EMPTY
+
+    def write_column(self, layer: int, slot: int, time: int, queries: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Write one new token into the same slot of every row, at the same position ``time``.
+
+        Args:
+            queries: (rows, heads, 1, key_dim). keys, values: (rows, kv_heads, 1, dim).
+        """
+        self.keys[layer, :, :, slot] = keys[:, :, 0]
+        if self._values is not None:
+            self._values[layer, :, :, slot] = values[:, :, 0]
+        self.positions[layer, :, :, slot] = time
+        if self.mass is not None:
+            self.mass[layer, :, :, slot] = 0.0
+        if self.queries is not None:
+            self.queries[layer, :, :, time % self.queries.shape[3]] = queries[:, :, 0]
 
     def write(
-        self, layer: int, rows: Sequence[int], slots: Sequence[int], keys: Tensor, values: Tensor, first: Sequence[int]
+        self,
+        layer: int,
+        rows: Sequence[int],
+        slots: Sequence[int],
+        keys: Tensor,
+        values: Tensor,
+        first: Sequence[int],
+        mass: Tensor | None = None,
     ) -> None:
         """Write the same number of new tokens into the same slots of several rows of one layer.
 
@@ -131,15 +192,17 @@ class SlotStore:
             slots: one slot per new token.
             keys, values: (len(rows), kv_heads, len(slots), dim).
             first: position of the first new token of each row.
+            mass: (len(rows), kv_heads, len(slots)) attention that the tokens have received already, or None.
         """
-        row = self._index(rows)[:, None]
-        slot = self._index(slots)[None, :]
+        row = self.index(rows)[:, None]
+        slot = self.index(slots)[None, :]
         self.keys[layer][row, :, slot] = keys.transpose(1, 2)
-        self.values[layer][row, :, slot] = values.transpose(1, 2)
-        positions = self._index(first)[:, None] + torch.arange(len(slots), device=self.geometry.device)
+        if self._values is not None:
+            self._values[layer][row, :, slot] = values.transpose(1, 2)
+        positions = self.index(first)[:, None] + torch.arange(len(slots), device=self.geometry.device)
         self.positions[layer][row, :, slot] = positions[:, :, None].to(torch.int32)
         if self.mass is not None:
-            self.mass[layer][row, :, slot] = 0.0
+            self.mass[layer][row, :, slot] = 0.0 if mass is None else mass.transpose(1, 2)
 
     def write_queries(self, layer: int, rows: Sequence[int], queries: Tensor, first: Sequence[int]) -> None:
         """Remember the last queries of several rows of one layer.
@@ -153,8 +216,8 @@ class SlotStore:
         window = self.queries.shape[3]
         count = min(window, queries.shape[2])
         skipped = queries.shape[2] - count
-        times = self._index(first)[:, None] + skipped + torch.arange(count, device=self.geometry.device)
-        row = self._index(rows)[:, None]
+        times = self.index(first)[:, None] + skipped + torch.arange(count, device=self.geometry.device)
+        row = self.index(rows)[:, None]
         self.queries[layer][row, :, times % window] = queries[:, :, skipped:].transpose(1, 2)
 
     def _window(self, part: slice, row_index: Tensor, rows: Sequence[RowState]) -> Tensor:
@@ -165,12 +228,13 @@ class SlotStore:
             return torch.empty(count, g.heads, 0, g.key_dim, dtype=g.dtype, device=g.device)
         window = self.queries.shape[3]
         count = min(window, min(row.seen for row in rows))
-        times = self._index([row.seen for row in rows])[:, None] - count + torch.arange(count, device=g.device)
+        times = self.index([row.seen for row in rows])[:, None] - count + torch.arange(count, device=g.device)
         # Advanced indices on both sides of a slice come first: (rows, W, layers, heads, dim).
         picked = self.queries[part].permute(1, 3, 0, 2, 4)[row_index[:, None], times % window]
         return picked.permute(2, 0, 3, 1, 4).flatten(0, 1)
 
-    def _index(self, values: Sequence[int]) -> Tensor:
+    def index(self, values: Sequence[int]) -> Tensor:
+        """Host integers as an int64 tensor on the store's device."""
         return torch.tensor(list(values), dtype=torch.int64).to(self.geometry.device, non_blocking=True)
 
     def _slices(self, rows: int, candidates: int) -> list[slice]:
@@ -228,8 +292,8 @@ class SlotStore:
             chunk: new tokens that are not in the slots yet: keys, values, positions, mass of shape
                 (len(rows), kv_heads, count[, dim]), for a part of one layer.
         """
-        index = self._index(rows)
-        used = self._index(self.layout.slots_in_use(states[0]))
+        index = self.index(rows)
+        used = self.index(self.layout.slots_in_use(states[0]))
         gathered = {}
         for name, tensor in self._per_slot().items():
             present = tensor[part].index_select(1, index).index_select(3, used).flatten(0, 1)
@@ -264,20 +328,21 @@ class SlotStore:
         assert isinstance(config.budget, int)
         layers = self.layers[part]
         positions = slots["positions"].to(torch.int64)
+        values = slots["keys"][..., : self.geometry.value_dim] if self.geometry.latent else slots["values"]
         if config.check_finite:
-            check_finite(slots["keys"], slots["values"], positions, [layer for layer in layers for _ in rows])
+            check_finite(slots["keys"], values, positions, [layer for layer in layers for _ in rows])
 
         def per_row(values: Sequence[int]) -> Tensor:
-            return self._index(values).repeat(len(layers))
+            return self.index(values).repeat(len(layers))
 
         return TokenStatistics(
             keys=slots["keys"],
-            values=slots["values"],
-            queries=self._window(part, self._index(rows), states),
+            values=values,
+            queries=self._window(part, self.index(rows), states),
             positions=positions,
             prompt_length=per_row([state.prompt for state in states]),
             sequence=per_row(sequences),
-            layer=self._index(layers).repeat_interleave(len(rows)),
+            layer=self.index(layers).repeat_interleave(len(rows)),
             event=per_row([state.events for state in states]),
             seed=config.seed,
             budget=config.budget,

@@ -77,7 +77,12 @@ def assert_follows_oracle(model, config, calls: list[list[list[int]]]) -> int:
                 torch.testing.assert_close(logits[row, padding[row] :], oracle(chunk[row]), **TOLERANCE)
                 for layer in cache.compressed:
                     kept = cache.kept_positions(layer, row).tolist()
-                    assert kept == [sorted(alive) for alive in oracle.alive[layer]], f"layer {layer}, row {row}"
+                    alive = [sorted(positions) for positions in oracle.alive[layer]]
+                    if model.config.model_type == "deepseek_v3":
+                        # One latent serves all heads: the recipe must keep the same tokens in each.
+                        assert all(head == alive[0] for head in alive)
+                        alive = alive[:1]
+                    assert kept == alive, f"layer {layer}, row {row}"
         return cache.rows[0].events
 
 
@@ -129,8 +134,10 @@ def test_budgets_that_are_no_multiple_of_the_buffer(model, budget, buffer):
     assert_follows_oracle(model, config, batch(conversation(0, 60, *[1] * 60)))
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "deepseek_v3"])
-def test_other_architectures(kind):
-    """QK-norm; learned positions and groups of one; keys and values of different size."""
+@pytest.mark.parametrize(
+    ("kind", "name"), [("qwen3", "vase-attnv"), ("gpt2", "vase-attnv"), ("deepseek_v3", "streaming-llm")]
+)
+def test_other_architectures(kind, name):
+    """QK-norm; learned positions and groups of one; latents in place of keys and values."""
     rows = [conversation(length, length, *[1] * 40) for length in (6, 44)]
-    assert_follows_oracle(tiny(kind), recipe("vase-attnv"), batch(*rows))
+    assert_follows_oracle(tiny(kind), recipe(name), batch(*rows))

@@ -115,9 +115,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.5,
     },
 }
-# Known to be refused, and why is tested; all others are supported.
-REFUSED = ("deepseek_v3",)
-ARCHITECTURES = tuple(kind for kind in _CONFIGS if kind not in REFUSED)
+ARCHITECTURES = tuple(_CONFIGS)
 
 
 def tiny(kind: str, attention: str = "sdpa", seed: int = 0, **config: Any) -> PreTrainedModel:
