@@ -8,7 +8,7 @@ tokens, then writes them, then compresses. Sliding-window, chunked and linear-at
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -172,6 +172,7 @@ class CompressedCache(Cache):
         self._interior_padding = False
         self._unread_mask: Tensor | None = None
         self._plan: StepPlan | None = None
+        self._incoming: Tensor | None = None
         self._scaling: dict[int, float] = {}
         self.layout = Layout(0, 0)
 
@@ -203,7 +204,8 @@ class CompressedCache(Cache):
             input_ids: (rows, columns) of this call only, or None. attention_mask: 2-D, past columns included.
         """
         self._check_batch(rows)
-        self.identities.see(input_ids)
+        self._recover()
+        self._incoming = input_ids
         if self.columns or not self.config.evicts or input_ids is None:
             return
         mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
@@ -223,6 +225,21 @@ class CompressedCache(Cache):
             raise CacheError(
                 f"batch: this cache holds {len(self.rows)} sequences, the call has {rows}; use one cache per batch"
             )
+
+    def _recover(self) -> None:
+        """After a call that failed half way: take back what a decode step wrote, or refuse to go on."""
+        plan = self._plan
+        if plan is None:
+            return
+        events = any(group.compresses for group in plan.groups)
+        if not plan.decode or events or self.pipeline.needs_mass or self._other_layers():
+            raise CacheError(
+                "cache: an earlier call failed half way, so layers disagree about what they hold; call reset()"
+            )
+        for store in self.stores:
+            for index, row in enumerate(self.rows):
+                store.clear(index, [self.layout.next_slot(row)])
+        self._plan = None
 
     # -- one forward pass ----------------------------------------------------------------------------------------
 
@@ -350,7 +367,8 @@ class CompressedCache(Cache):
                         self._compress_decoded(group.rows, [self.layout.appended(row, 1) for row in group.before])
         self.rows = plan.after
         self.columns += plan.length
-        self._plan = None
+        self.identities.see(self._incoming)
+        self._plan = self._incoming = None
         if self.config.evicts and self.layout.slots > self.config.budget + self.config.buffer:  # type: ignore[operator]
             self._shrink()
 
@@ -432,6 +450,17 @@ class CompressedCache(Cache):
             raise CacheError(f"crop: cannot remove {count} tokens, the cache has seen {self.columns}")
         if self._interior_padding:
             raise CacheError("crop: the batch has padding after its prompts, so rows cannot be rolled back by columns")
+        if self.config.evicts and self.pipeline.needs_mass:
+            raise CacheError(
+                f"crop: {self.config.name} adds up the attention that tokens receive, and cannot take back what removed "
+                "tokens gave"
+            )
+        for layer in self._other_layers():
+            # Layers that keep their past for a rollback record it.
+            window = getattr(layer, "sliding_window", None)
+            within = window is not None and layer.get_seq_length() < window
+            if not layer.is_croppable or not (within or getattr(layer, "record_past", False)):
+                raise CacheError(f"crop: a {type(layer).__name__} of this model has dropped what a rollback needs")
         for index, row in enumerate(self.rows):
             allowed = row.ring if row.events else row.held
             if count > allowed and row.seen > allowed:
@@ -485,8 +514,7 @@ class CompressedCache(Cache):
         self.identities.to(target)
         for layer in self._other_layers():
             for name, value in vars(layer).items():
-                if isinstance(value, Tensor):
-                    setattr(layer, name, value.to(target))
+                setattr(layer, name, _map_tensors(value, lambda tensor: tensor.to(target)))
         return self
 
     def state_dict(self) -> dict[str, Any]:
@@ -501,7 +529,7 @@ class CompressedCache(Cache):
             "identities": self.identities.state_dict(),
             "stores": [store.state_dict() for store in self.stores],
             "others": [
-                {name: value for name, value in vars(layer).items() if isinstance(value, (Tensor, int, bool))}
+                {name: value for name, value in vars(layer).items() if isinstance(value, (Tensor, int, bool, dict))}
                 for layer in self._other_layers()
             ],
         }
@@ -530,9 +558,10 @@ class CompressedCache(Cache):
         self.stores = [SlotStore.from_state_dict(entry, self.layout, self.pipeline) for entry in state["stores"]]
         for layer, values in zip(others, state["others"], strict=True):
             for name, value in values.items():
-                setattr(layer, name, value.clone() if isinstance(value, Tensor) else value)
-            if isinstance(getattr(layer, "keys", None), Tensor):
-                layer.dtype, layer.device = layer.keys.dtype, layer.keys.device
+                setattr(layer, name, _map_tensors(value, torch.Tensor.clone))
+            for held in (getattr(layer, "keys", None), *getattr(layer, "conv_states", {}).values()):
+                if isinstance(held, Tensor):
+                    layer.dtype, layer.device = held.dtype, held.device
 
     # -- what it holds -------------------------------------------------------------------------------------------
 
@@ -540,10 +569,12 @@ class CompressedCache(Cache):
         """Bytes held and tokens kept now; see :class:`CacheStats`."""
         self._check_unread_mask()
         others = sum(
-            value.nbytes
+            tensor.nbytes
             for layer in self._other_layers()
             for value in vars(layer).values()
-            if isinstance(value, Tensor)
+            # Linear attention keeps its states in dicts.
+            for tensor in (value.values() if isinstance(value, dict) else [value])
+            if isinstance(tensor, Tensor)
         )
         held = sum(store.nbytes for store in self.stores)
         per_token = sum(len(store.layers) * store.geometry.bytes_per_token for store in self.stores)
@@ -585,6 +616,13 @@ def compressible_layers(config: PreTrainedConfig) -> list[int]:
             "whose memory is bounded already or not in keys and values"
         )
     return found
+
+
+def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a function to a tensor, or to those in a dict; anything else stays."""
+    if isinstance(value, dict):
+        return {key: _map_tensors(item, function) for key, item in value.items()}
+    return function(value) if isinstance(value, Tensor) else value
 
 
 def _layer_devices(model: PreTrainedModel) -> dict[int, torch.device]:

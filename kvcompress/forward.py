@@ -49,6 +49,7 @@ class LayerCall:
             dtype=self.keys.dtype,
             device=self.keys.device,
             latent=self.latent,
+            scaling=self.scaling,
         )
 
 

@@ -79,10 +79,9 @@ class Pipeline:
         total: Tensor | None = None
         for stage in self.score:
             score = stage.weight * stage.score(tokens).float()
-            if total is None:
-                total = score
-            else:
-                total = total * score if stage.combine == "multiply" else total + score
+            if total is not None:
+                score = total * score if stage.combine == "multiply" else total + score
+            total = score
         assert total is not None
         return total.expand(tokens.shape)
 
@@ -215,7 +214,8 @@ def _check_shapes(keys: Tensor, values: Tensor, queries: Tensor) -> tuple[int, i
             raise KVCompressError(f"{name}: has dtype {tensor.dtype}, must be floating point")
     if keys.shape[:3] != values.shape[:3]:
         raise KVCompressError(
-            f"values: shape {tuple(values.shape)} must agree with keys {tuple(keys.shape)} in batch, kv_heads and tokens"
+            f"values: shape {tuple(values.shape)} must agree with keys {tuple(keys.shape)} in batch, kv_heads and "
+            "tokens"
         )
     if queries.shape[0] != keys.shape[0] or queries.shape[3] != keys.shape[3]:
         raise KVCompressError(

@@ -1,8 +1,8 @@
 """The plan of one forward pass: which tokens go to which slots, and which sequences compress.
 
 A plan is made once per forward from host integers and the padding of the new tokens, and serves all layers. It
-changes nothing by itself: the cache commits ``after`` when the last layer has attended, so that a forward that fails
-half way leaves the cache as it was.
+changes nothing by itself: the cache commits ``after`` when the last layer has attended, so that a decode step that
+fails half way can be repeated. After a longer call that fails half way the cache refuses to go on until it is reset.
 """
 
 from __future__ import annotations

@@ -26,7 +26,10 @@ _EVENT_ELEMENTS = 1 << 26
 
 @dataclass(frozen=True)
 class Geometry:
-    """Shapes that the layers of a store share; ``latent`` layers keep values as the first channels of keys."""
+    """What the layers of a store share, scaling of the logits included, since an event scores all layers at once.
+
+    ``latent`` layers keep values as the first channels of keys.
+    """
 
     rows: int
     heads: int
@@ -36,6 +39,7 @@ class Geometry:
     dtype: torch.dtype
     device: torch.device
     latent: bool = False
+    scaling: float = 1.0
 
     @property
     def bytes_per_token(self) -> int:
@@ -76,7 +80,7 @@ class SlotStore:
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and tensors; the inverse is :meth:`from_state_dict`."""
         g = self.geometry
-        shape = {"heads": g.heads, "value_dim": g.value_dim, "latent": g.latent}
+        shape = {"heads": g.heads, "value_dim": g.value_dim, "latent": g.latent, "scaling": g.scaling}
         return {"layers": list(self.layers), "shape": shape, "tensors": self.tensors()}
 
     @classmethod

@@ -13,7 +13,9 @@ from kvcompress.stages import ScoreStage
 class LastQuery(ScoreStage):
     """Attention of the most recent query, averaged over *all* query heads, so that all KV heads keep the same tokens:
 
-    score[i] = 1/H sum_h softmax_i( q[h, last] . k[i] / sqrt(d) )
+        score[i] = 1/H sum_h softmax_i( q[h, last] . k[i] / sqrt(d) )
+
+    That holds as long as no other stage tells the heads of a layer apart (top_k and sinks don't; sample does).
     """
 
     stage: Literal["last_query"] = "last_query"

@@ -14,7 +14,9 @@ from kvcompress.stages import Protected, ProtectStage
 class RandomTokens(Quota, ProtectStage):
     """Keep N_v candidates drawn uniformly anew at each event, tokens protected earlier counted in:
 
-    P = the N_v candidates of largest u_i,  u_i ~ U(0, 1), and u_i := +inf where i is protected already
+        P = the N_v candidates of largest u_i,  u_i ~ U(0, 1), and u_i := +inf where i is protected already
+
+    The draws of a token are independent of those of all other stages.
     """
 
     stage: Literal["random_tokens"] = "random_tokens"

@@ -14,7 +14,9 @@ from kvcompress.stages import Protected, ProtectStage
 class Recent(Quota, ProtectStage):
     """Keep the most recent R tokens; the buffer, which always stays, is counted in:
 
-    P = the R - B candidates of highest position
+        P = the R - B candidates of highest position
+
+    Where R is no more than B, the buffer does it and nothing is added.
     """
 
     stage: Literal["recent"] = "recent"

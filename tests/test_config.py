@@ -141,6 +141,14 @@ def test_packaged_recipes_load_and_round_trip(name, tmp_path):
     assert load_config(config.model_dump()) == config
 
 
+def test_a_recipe_without_a_name_keeps_having_none(tmp_path):
+    """Files give their name to recipes, but not to one that was written from a config of the default name."""
+    config = CompressionConfig(budget=64, buffer=8, stages=["random", "top_k"])
+    path = tmp_path / "other.yaml"
+    path.write_text(config.to_yaml(), encoding="utf-8")
+    assert load_config(path) == config
+
+
 def test_published_settings_of_the_vase_recipes():
     attnv = load_config("vase-attnv")
     assert [stage.stage for stage in attnv.stages] == ["sinks", "value_range", "attention", "sample"]
@@ -178,7 +186,7 @@ scores = st.one_of(
     st.sampled_from(["redundancy", "key_norm", "random", "recency"]),
 )
 # Any text that UTF-8 can hold, control characters and line ends included.
-names = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+names = st.just("custom") | st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 
 @given(

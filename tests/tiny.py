@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from kvcompress.model import cache_keyword
+
 PAD = 0
 VOCAB = 128
 HIDDEN = 64
@@ -170,3 +172,17 @@ def left_padded(rows: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
         ids[index, longest - row.shape[1] :] = row[0]
         mask[index, longest - row.shape[1] :] = 1
     return ids, mask
+
+
+def distinct(length: int, seed: int = 0) -> Tensor:
+    """(1, length) token ids of which none occurs twice, so that no two tokens have equal values in the first layer."""
+    return (torch.randperm(VOCAB - 2, generator=torch.Generator().manual_seed(seed))[None, :length]) + 1
+
+
+def feed(model: PreTrainedModel, cache: Any, ids: Tensor, mask: Tensor | None = None, **inputs: Any) -> Tensor:
+    """Logits (rows, columns, vocabulary) of one call with a cache; positions follow from the mask."""
+    with torch.no_grad():
+        if mask is not None:
+            inputs["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        inputs[cache_keyword(model)] = cache
+        return model(input_ids=ids, attention_mask=mask, use_cache=True, **inputs).logits

