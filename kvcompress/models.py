@@ -174,7 +174,7 @@ def _load_checkpoint(name: str, dtype: str | torch.dtype) -> tuple[Any, Any]:
             raise KVCompressError(f"model: {name} is a file but no .gguf file; give {_SOURCES}")
         if not (folder / "config.json").is_file():
             raise KVCompressError(
-                f"model: the folder {name} holds no config.json, so it is no checkpoint of transformers; give {_SOURCES}"
+                f"model: the folder {name} holds no config.json, so it is no transformers checkpoint; give {_SOURCES}"
             )
         where = str(folder)
     elif _HUB_ID.fullmatch(name):

@@ -258,7 +258,9 @@ def _draw_divergence(axes: Any, comparison: Comparison) -> None:
         f"mean KL(full ‖ recipe) per token, nats\n± 1 standard error, block bootstrap over {comparison.steps:,} tokens"
     )
     axes.set_title("Divergence from the full cache", loc="left", fontsize=11)
-    axes.text(1.16, 1.022, "same top-1 token", transform=axes.transAxes, ha="right", va="bottom", fontsize=9.5, color=_GREY)
+    axes.text(
+        1.16, 1.022, "same top-1 token", transform=axes.transAxes, ha="right", va="bottom", fontsize=9.5, color=_GREY
+    )
 
 
 def _plain_axes(axes: Any) -> None:
