@@ -113,8 +113,8 @@ def _wrapped_mask(name: str) -> Callable[..., Tensor | None]:
             columns = kv_offset + kv_length
             if attention_mask.shape[1] < columns:
                 raise CacheError(
-                    f"attention_mask: has {attention_mask.shape[1]} columns, but the cache has seen {q_offset} tokens and "
-                    f"{q_length} come in; it must cover all {columns}"
+                    f"attention_mask: has {attention_mask.shape[1]} columns, but the cache has seen {q_offset} tokens "
+                    f"and {q_length} come in; it must cover all {columns}"
                 )
             if q_length == kv_length == 1 and kv_offset:
                 # A decode step over a compressed layer. The general function would read the mask back from the device.

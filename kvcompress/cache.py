@@ -173,7 +173,6 @@ class CompressedCache(Cache):
         self._unread_mask: Tensor | None = None
         self._plan: StepPlan | None = None
         self._incoming: Tensor | None = None
-        self._scaling: dict[int, float] = {}
         self.layout = Layout(0, 0)
 
     def __repr__(self) -> str:
@@ -257,7 +256,6 @@ class CompressedCache(Cache):
         with torch.no_grad(), torch.inference_mode(False):
             store, local = self._store_of(layer, call.geometry)
         out = decode(store, local, plan, call) if plan.decode else chunk(store, local, plan, call, self._keys)
-        self._scaling[layer] = call.scaling
         if layer == self.compressed[-1]:
             self._finish(plan)
         return out
@@ -307,7 +305,8 @@ class CompressedCache(Cache):
     def _check_unread_mask(self) -> None:
         if self._unread_mask is not None and not bool(self._unread_mask.all()):
             raise CacheError(
-                "attention_mask: masks a single-token step of a sequence that has begun; pad on the left, before the prompt"
+                "attention_mask: masks a single-token step of a sequence that has begun; pad on the left, before "
+                "the prompt"
             )
         self._unread_mask = None
 
@@ -373,19 +372,18 @@ class CompressedCache(Cache):
             self._shrink()
 
     def _compress_decoded(self, rows: list[int], states: list[RowState]) -> None:
-        sequences = [self._keys[row] for row in rows]
-        every = len(rows) == len(self.rows)
+        steady = is_steady(self.config, self.layout, states[0])
+        keyed = list(zip(rows, states, [self._keys[row] for row in rows], strict=True))
+        # In place, a store works on views of all rows or of one.
+        batches = [keyed] if not steady or len(rows) == len(self.rows) else [[row] for row in keyed]
         for store in self.stores:
-            scaling = self._scaling[store.layers[0]]
-            if is_steady(self.config, self.layout, states[0]):
-                batches = [(rows, states, sequences)] if every else []
-                if not every:
-                    batches = [([r], [s], [q]) for r, s, q in zip(rows, states, sequences, strict=True)]
-                for batch in batches:
-                    store.compress_in_place(*batch, scaling)
-            else:
+            for batch in batches:
+                some, before, sequences = (list(column) for column in zip(*batch, strict=True))
+                if steady:
+                    store.compress_in_place(some, before, sequences)
+                    continue
                 for local in range(len(store.layers)):
-                    store.compress_rewriting(slice(local, local + 1), rows, states, sequences, scaling)
+                    store.compress_rewriting(slice(local, local + 1), some, before, sequences)
 
     def _shrink(self) -> None:
         """Return to K + B slots once no deferred prompt needs more."""
@@ -452,8 +450,8 @@ class CompressedCache(Cache):
             raise CacheError("crop: the batch has padding after its prompts, so rows cannot be rolled back by columns")
         if self.config.evicts and self.pipeline.needs_mass:
             raise CacheError(
-                f"crop: {self.config.name} adds up the attention that tokens receive, and cannot take back what removed "
-                "tokens gave"
+                f"crop: {self.config.name} adds up the attention that tokens receive, and cannot take back what "
+                "removed tokens gave"
             )
         for layer in self._other_layers():
             # Layers that keep their past for a rollback record it.
@@ -465,13 +463,14 @@ class CompressedCache(Cache):
             allowed = row.ring if row.events else row.held
             if count > allowed and row.seen > allowed:
                 raise CacheError(
-                    f"crop: cannot remove {count} tokens of sequence {index}: it was compressed after {row.seen - row.ring} "
-                    f"tokens, so at most {allowed} can be removed"
+                    f"crop: cannot remove {count} tokens of sequence {index}: it was compressed after "
+                    f"{row.seen - row.ring} tokens, so at most {allowed} can be removed"
                 )
             over = self.config.evicts and row.held >= self.config.budget + self.config.buffer  # type: ignore[operator]
             if over and self.pipeline.window:
                 raise CacheError(
-                    f"crop: sequence {index} holds a deferred prompt whose last queries are needed; set prefill: compress"
+                    f"crop: sequence {index} holds a deferred prompt whose last queries are needed; "
+                    "set prefill: compress"
                 )
 
     def _map_rows(self, index: Tensor) -> None:
@@ -518,14 +517,13 @@ class CompressedCache(Cache):
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything held, as tensors, numbers, strings and lists that ``torch.save`` and ``weights_only=True`` take."""
+        """Everything held, as plain data that ``torch.save`` and ``torch.load(weights_only=True)`` take."""
         return {
             "config": self.config.to_yaml(),
             "columns": self.columns,
             "rows": [list(asdict(row).values()) for row in self.rows],
             "layout": [self.layout.old, self.layout.buffer],
             "interior_padding": self._interior_padding,
-            "scaling": self._scaling,
             "identities": self.identities.state_dict(),
             "stores": [store.state_dict() for store in self.stores],
             "others": [
@@ -542,7 +540,8 @@ class CompressedCache(Cache):
         """
         if state["config"] != self.config.to_yaml():
             raise CacheError(
-                f"state: was saved under another recipe; this cache has\n{self.config.to_yaml()}\nthe state has\n{state['config']}"
+                f"state: was saved under another recipe; this cache has\n{self.config.to_yaml()}\nthe state has\n"
+                f"{state['config']}"
             )
         saved = sorted(layer for entry in state["stores"] for layer in entry["layers"])
         others = self._other_layers()
@@ -553,7 +552,6 @@ class CompressedCache(Cache):
         self.rows = [RowState(*row) for row in state["rows"]]
         self.layout = Layout(*state["layout"])
         self._interior_padding = state["interior_padding"]
-        self._scaling = dict(state["scaling"])
         self.identities.load_state_dict(state["identities"])
         self.stores = [SlotStore.from_state_dict(entry, self.layout, self.pipeline) for entry in state["stores"]]
         for layer, values in zip(others, state["others"], strict=True):

@@ -67,6 +67,13 @@ class CompressionConfig(BaseModel):
             raise ValueError("must be at least 2, since it holds the buffer and at least one older token")
         return budget
 
+    @field_validator("buffer", "seed", mode="before")
+    @classmethod
+    def _whole_number(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            raise ValueError("must be a whole number")
+        return value
+
     @field_validator("stages", mode="before")
     @classmethod
     def _stages_by_name(cls, stages: Any) -> Any:

@@ -77,15 +77,12 @@ def decode(store: SlotStore, local: int, plan: StepPlan, call: LayerCall) -> Ten
 
 def _write_decoded(store: SlotStore, local: int, plan: StepPlan, call: LayerCall) -> None:
     queries, keys, values = call.queries.detach(), call.keys.detach(), call.values.detach()
-    layout = store.layout
-    slots = {layout.next_slot(row) for group in plan.groups for row in group.before}
-    times = {row.seen for group in plan.groups for row in group.before}
-    if len(slots) == 1 and len(times) == 1:
-        store.write_column(local, slots.pop(), times.pop(), queries, keys, values)
+    if plan.column is not None:
+        store.write_column(local, *plan.column, queries, keys, values)
         return
     for group in plan.groups:
         rows, first = group.rows, [row.seen for row in group.before]
-        store.write(local, rows, layout.next_slots(group.before[0], 1), keys[rows], values[rows], first)
+        store.write(local, rows, [store.layout.next_slot(group.before[0])], keys[rows], values[rows], first)
         store.write_queries(local, rows, queries[rows], first)
 
 
@@ -161,4 +158,4 @@ def _store_group(
     tokens["positions"] = positions[:, None].expand(-1, call.keys.shape[1], -1).to(torch.int32)
     states = [replace(row, seen=row.seen + group.new) for row in group.before]
     keyed = [sequences[row] for row in rows]
-    store.compress_rewriting(slice(local, local + 1), rows, states, keyed, call.scaling, tokens)
+    store.compress_rewriting(slice(local, local + 1), rows, states, keyed, tokens)

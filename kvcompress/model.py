@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
@@ -52,7 +53,8 @@ def apply(
     if isinstance(resolved.budget, float):
         if context_length is None:
             raise KVCompressError(
-                f"budget: {resolved.budget} is a ratio; give context_length (prompt and answer in tokens), or a budget in tokens"
+                f"budget: {resolved.budget} is a ratio; give context_length (prompt and answer in tokens), or a budget "
+                "in tokens"
             )
         resolved = resolved.resolve(context_length)
     check_supported(model)
@@ -115,6 +117,7 @@ class Handle:
     def __exit__(self, *exception: object) -> None:
         self.remove()
 
+    @torch.compiler.disable
     def _before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -186,8 +189,9 @@ class Handle:
             ids = inputs if isinstance(inputs, Tensor) and inputs.dim() == 2 else None
             if ids is not None and cache.columns and ids.shape[1] > cache.columns and not cache.matches_history(ids):
                 raise CacheError(
-                    f"input_ids: the first {cache.columns} tokens differ from those this cache has seen; history cannot be "
-                    "edited in a compressed cache. Call cache.reset(), or pass only new tokens with a full attention_mask"
+                    f"input_ids: the first {cache.columns} tokens differ from those this cache has seen; history "
+                    "cannot be edited in a compressed cache. Call cache.reset(), or pass only new tokens with a full "
+                    "attention_mask"
                 )
             if ids is not None and not cache.columns and setting("prefill_chunk_size"):
                 cache.expect_prompt(ids, kwargs.get("attention_mask"))

@@ -16,7 +16,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from torch import Tensor
 
 from kvcompress.errors import ConfigError
@@ -46,6 +46,15 @@ class Stage(BaseModel, ABC):
 
     role: ClassVar[Role]
     stage: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_truth_for_numbers(cls, data: Any) -> Any:
+        """Refuse ``tokens: true``, which Pydantic would read as 1."""
+        for name, value in data.items() if isinstance(data, dict) else ():
+            if isinstance(value, bool) and name in cls.model_fields and cls.model_fields[name].annotation is not bool:
+                raise ValueError(f"{name}: must not be true or false (got {value})")
+        return data
 
     def queries_needed(self, buffer: int) -> int:
         """How many of the most recent queries the stage looks at (at most ``buffer``)."""

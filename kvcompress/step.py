@@ -43,6 +43,7 @@ class StepPlan:
 
     Attributes:
         decode: one real token for every row, written to its slot before attention.
+        column: (slot, position) of the new token where they are the same in all rows of a decode step; else None.
         groups: rows by what happens to them.
         span: slots that attention must read, (start, stop): all rows' tokens, in decode the new ones included.
         masked: not every slot of the span is in use in every row.
@@ -52,6 +53,7 @@ class StepPlan:
 
     length: int
     decode: bool
+    column: tuple[int, int] | None
     groups: list[RowGroup]
     span: tuple[int, int]
     masked: bool
@@ -109,7 +111,17 @@ def plan_step(
     attended = [layout.appended(row, 1) for row in before] if decode else before
     span = hull(layout, attended)
     full = all(layout.span(row) == span and layout.is_contiguous(row) for row in attended)
-    return StepPlan(length, decode, groups, span, not full, any(row.held for row in before), after)
+    columns = {(layout.next_slot(row), row.seen) for row in before} if decode else set()
+    return StepPlan(
+        length=length,
+        decode=decode,
+        column=columns.pop() if len(columns) == 1 else None,
+        groups=groups,
+        span=span,
+        masked=not full,
+        stored=any(row.held for row in before),
+        after=after,
+    )
 
 
 def _compresses(config: CompressionConfig, row: RowState, new: int) -> bool:

@@ -246,9 +246,7 @@ class SlotStore:
         step = max(1, _EVENT_ELEMENTS // max(1, rows * g.kv_heads * candidates * max(g.key_dim, g.value_dim)))
         return [slice(start, start + step) for start in range(0, len(self.layers), step)]
 
-    def compress_in_place(
-        self, rows: Sequence[int], states: Sequence[RowState], sequences: Sequence[int], scaling: float
-    ) -> None:
+    def compress_in_place(self, rows: Sequence[int], states: Sequence[RowState], sequences: Sequence[int]) -> None:
         """Steady event of all layers for rows in the same phase: overwrite victims, free the older half.
 
         Args:
@@ -265,7 +263,7 @@ class SlotStore:
                 for name, tensor in self._per_slot().items()
             }
             spans = {name: pool[:, :, start:stop] for name, pool in pools.items()}
-            tokens = self._statistics(spans, part, rows, states, sequences, scaling)
+            tokens = self._statistics(spans, part, rows, states, sequences)
             keep = self.pipeline.select(tokens).keep
             # Candidates in slot order, turned so that the old slots come first and the newcomers after them.
             shift = buffer if flipped else 0
@@ -285,7 +283,6 @@ class SlotStore:
         rows: Sequence[int],
         states: Sequence[RowState],
         sequences: Sequence[int],
-        scaling: float,
         chunk: dict[str, Tensor] | None = None,
     ) -> None:
         """Event that rewrites the slots of rows of equal state: after a long prompt or a chunk that doesn't fit.
@@ -306,7 +303,7 @@ class SlotStore:
             gathered[name] = present
         buffer = self.layout.buffer
         candidates = {name: tensor[:, :, :-buffer] for name, tensor in gathered.items()}
-        tokens = self._statistics(candidates, part, rows, states, sequences, scaling)
+        tokens = self._statistics(candidates, part, rows, states, sequences)
         keep = self.pipeline.select(tokens, in_order=states[0].events == 0).keep
         survivors = keep.shape[-1]
         layers = len(self.layers[part])
@@ -326,7 +323,6 @@ class SlotStore:
         rows: Sequence[int],
         states: Sequence[RowState],
         sequences: Sequence[int],
-        scaling: float,
     ) -> TokenStatistics:
         config = self.pipeline.config
         assert isinstance(config.budget, int)
@@ -351,6 +347,6 @@ class SlotStore:
             seed=config.seed,
             budget=config.budget,
             buffer=config.buffer,
-            scaling=scaling,
+            scaling=self.geometry.scaling,
             mass=slots.get("mass"),
         )

@@ -82,8 +82,9 @@ def test_a_state_of_another_recipe_or_model_is_refused():
             other.load_state_dict(state)
         assert other.columns == 0
     with kvcompress.apply(tiny("gemma3_text"), "snapkv", budget=24, buffer=8) as handle:
+        other = handle.new_cache()
         with pytest.raises(kvcompress.CacheError, match=r"holds layers \[0, 1\]"):
-            handle.new_cache().load_state_dict(state)
+            other.load_state_dict(state)
 
 
 def test_loading_copies():

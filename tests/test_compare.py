@@ -151,9 +151,9 @@ def test_bootstrap_error_of_independent_values_is_the_textbook_one():
 
 def test_budget_and_overrides_go_where_they_fit():
     full, vase, snap = comparison_configs(
-        ["full", "vase-attnv", "snapkv"], budget=100, seed=5, overrides={"value_range.share": 0.5}
+        ["full", "vase-attnv", "snapkv"], budget=200, seed=5, overrides={"value_range.share": 0.5}
     )
-    assert (full.budget, vase.budget, snap.budget) == (None, 100, 100)
+    assert (full.budget, vase.budget, snap.budget) == (None, 200, 200)
     assert {config.seed for config in (full, vase, snap)} == {5}
     assert next(stage for stage in vase.stages if stage.stage == "value_range").share == 0.5
 

@@ -1,4 +1,4 @@
-"""The documentation keeps up with the code: every stage and recipe is in it, its links lead somewhere, its code runs."""
+"""The documentation keeps up with the code: all stages and recipes are in it, links lead somewhere, its code runs."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_budget_above_the_length_changes_nothing(name, prompt, steps, slack):
 @settings(max_examples=15)
 @given(name=st.sampled_from(EVICTING), order=st.permutations(range(4)), size=st.integers(1, 4))
 def test_same_seed_same_tokens_whatever_the_batch(name, order, size):
-    """(h, i) Each sequence keeps the tokens it keeps alone, in any batch, in any order, whatever its neighbours hold."""
+    """(h, i) Each sequence keeps what it keeps alone, in any batch, in any order, whatever its neighbours hold."""
     model = model_of("llama")
     lengths, new = [5, 30, 41, 60], 25
     sequences = [distinct(seed, length + new) for seed, length in enumerate(lengths)]

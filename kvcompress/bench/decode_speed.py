@@ -45,7 +45,8 @@ class Side:
     def _call(self, ids: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             out = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{self.keyword: self.cache})
-        return out.logits  # type: ignore[no-any-return]
+        logits: torch.Tensor = out.logits
+        return logits
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:
         _synchronize(ids.device)
@@ -56,7 +57,9 @@ class Side:
         return logits
 
 
-def measure(model: Any, wrapped: Any, recipe: str, fields: dict[str, Any], context: int, steps: int, warmup: int) -> dict[str, Any]:
+def measure(
+    model: Any, wrapped: Any, recipe: str, fields: dict[str, Any], context: int, steps: int, warmup: int
+) -> dict[str, Any]:
     """Alternate steps of the model's own cache and of a recipe over the same random context."""
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
@@ -106,12 +109,12 @@ def main() -> None:
             row = measure(model, wrapped, recipe, fields, context, options.steps, options.warmup)
             rows.append(row)
             print(
-                f"{recipe:14} context {context:6}: own {row['own_ms']:7.1f} ms/step, kvcompress {row['kvcompress_ms']:7.1f}"
-                f" ms/step, ratio {row['ratio']:.3f}",
+                f"{recipe:14} context {context:6}: own {row['own_ms']:7.1f} ms/step, "
+                f"kvcompress {row['kvcompress_ms']:7.1f} ms/step, ratio {row['ratio']:.3f}",
                 flush=True,
             )
     report = {
-        "command": shlex.join([sys.executable.rsplit("/", 1)[-1], "-m", "kvcompress.bench.decode_speed", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "kvcompress.bench.decode_speed", *sys.argv[1:]]),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "kvcompress": kvcompress.__version__,
