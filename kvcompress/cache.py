@@ -415,8 +415,13 @@ class CompressedCache(Cache):
         """Forget everything; the next call starts a new batch."""
         self.identities.reset()
         self._forget()
-        for layer in self._other_layers():
-            layer.reset()
+        # New layers, since those of linear attention keep the size of their batch over a reset.
+        fresh = DynamicCache(config=self.model_config).layers
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer, CompressedLayer):
+                if getattr(layer, "record_past", False):
+                    fresh[index].activate_past_recording()
+                self.layers[index] = fresh[index]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens, as a negative number, within what has not been compressed.

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import ARCHITECTURES, VOCAB, WINDOW, left_padded, prompt, randomize, tiny
+from oracle import Oracle
+from replay import Recorder, replay
+from tiny import ARCHITECTURES, VOCAB, WINDOW, distinct, feed, generate, left_padded, prompt, randomize, tiny
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -55,17 +57,12 @@ def rows() -> list[Tensor]:
     return [prompt(length, seed=index) for index, length in enumerate(LENGTHS)]
 
 
-def generate(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None, steps: int = NEW) -> Tensor:
-    mask = torch.ones_like(ids) if mask is None else mask
-    out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=steps, do_sample=False)
-    return out[:, ids.shape[1] :]
-
-
 @cache
 def eager_output(kind: str) -> tuple[Tensor, Tensor]:
     """What the model itself generates with eager attention: for one prompt, and for the ragged batch."""
     model = model_of(kind)
-    return generate(model, rows()[0]), generate(model, *left_padded(rows()))
+    ids, mask = left_padded(rows())
+    return generate(model, rows()[0], NEW), generate(model, ids, NEW, mask)
 
 
 def layer_tensors(layer: Any) -> dict[str, Tensor]:
@@ -82,12 +79,16 @@ def full_layers(model: PreTrainedModel) -> list[int]:
     return compressible_layers(model.config)
 
 
-def run_small(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None) -> tuple[Tensor, CompressedCache]:
-    """Generate under a budget that the sequence outgrows; returns the new tokens and the cache."""
+def run_small(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None
+) -> tuple[Tensor, CompressedCache, Recorder]:
+    """Generate under a budget that the sequence outgrows; returns the new tokens, the cache, and a record of it all."""
     with kvcompress.apply(model, "vase-attnv", **SMALL) as handle:
-        tokens = generate(model, ids, mask, STEPS)
-        assert handle.cache is not None
-        return tokens, handle.cache
+        cache = handle.new_cache()
+        recorder = Recorder(model, cache)
+        tokens = generate(model, ids, STEPS, mask, cache)
+        recorder.close()
+        return tokens, cache, recorder
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
@@ -117,11 +118,12 @@ def test_reference_output_is_worth_comparing(kind: str) -> None:
 )
 def test_large_budget_gives_the_tokens_of_eager_attention(kind: str, attention: str) -> None:
     alone, batch = eager_output(kind)
+    ids, mask = left_padded(rows())
     model = model_of(kind, attention)
     with kvcompress.apply(model, "vase-attnv", **LARGE) as handle:
-        assert torch.equal(generate(model, rows()[0]), alone)
+        assert torch.equal(generate(model, rows()[0], NEW), alone)
         assert handle.stats().tokens_kept == [LENGTHS[0] + NEW - 1]
-        assert torch.equal(generate(model, *left_padded(rows())), batch)
+        assert torch.equal(generate(model, ids, NEW, mask), batch)
         assert handle.stats().tokens_kept == [length + NEW - 1 for length in LENGTHS]
         assert handle.stats().events == [0, 0, 0]
 
@@ -130,7 +132,7 @@ def test_large_budget_gives_the_tokens_of_eager_attention(kind: str, attention: 
 def test_small_budget(kind: str) -> None:
     model = model_of(kind)
     ids, mask = left_padded(rows())
-    tokens, compressed = run_small(model, ids, mask)
+    tokens, compressed, record = run_small(model, ids, mask)
     assert tokens.shape == (len(LENGTHS), STEPS)
     stats = compressed.stats()
     assert stats.tokens_seen == [length + STEPS - 1 for length in LENGTHS]
@@ -164,10 +166,32 @@ def test_small_budget(kind: str) -> None:
                 assert ((held[name] - value) * real).abs().max() <= 1e-4 * (1 + value.abs().max())
 
     # Row 1 is padded by 15 columns in the batch.
-    alone_tokens, alone = run_small(model, rows()[1])
+    alone_tokens, alone, _ = run_small(model, rows()[1])
     assert torch.equal(tokens[1], alone_tokens[0])
     for layer in full:
         assert torch.equal(compressed.kept_positions(layer, 1), alone.kept_positions(layer, 0))
+
+    # Both rows of unequal length are what the uncompressed model computes when it may not look at what was evicted.
+    for row in (0, 1):
+        calls = [LENGTHS[row]] + [1] * (STEPS - 1)
+        sequence = torch.cat([rows()[row], tokens[row : row + 1, :-1]], dim=1)
+        expected = replay(model, sequence, calls, record, row)[LENGTHS[row] - 1 :]
+        logits = torch.stack([call[row, -1] for call in record.logits])
+        torch.testing.assert_close(logits, expected, rtol=2e-3, atol=2e-3)
+
+
+def test_layers_that_scale_logits_differently() -> None:
+    """An event scores all layers of a store at once, and here each has a scaling of its own."""
+    model = tiny("gpt2", scale_attn_by_inverse_layer_idx=True)
+    config = kvcompress.load_config("vase-attnv", **SMALL)
+    oracle = Oracle(copy.deepcopy(model), config, sequence_id=0)
+    ids = distinct(80)
+    with kvcompress.apply(model, config) as handle:
+        compressed = handle.new_cache([0])
+        for part in (slice(0, 20), *(slice(index, index + 1) for index in range(20, 80))):
+            logits = feed(model, compressed, ids[:, part])[0]
+            torch.testing.assert_close(logits, oracle(ids[0, part].tolist()), rtol=2e-3, atol=2e-3)
+        assert compressed.stats().events == [7]
 
 
 def snapshot(model: PreTrainedModel) -> dict[str, Any]:
@@ -195,7 +219,7 @@ def test_remove_restores_the_model(kind: str) -> None:
     handle = kvcompress.apply(model, "snapkv", **SMALL)
     assert snapshot(model) != before
     assert model.config.get_text_config()._attn_implementation == "kvcompress_eager"
-    generate(model, ids, steps=20)
+    generate(model, ids, 20)
     assert handle.stats().events == [1]
     handle.remove()
     assert snapshot(model) == before
@@ -228,10 +252,10 @@ def test_model_with_a_nested_text_config() -> None:
     model = Gemma3ForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
     randomize(model, 0)
     ids, mask = left_padded(rows())
-    expected = generate(model, ids, mask)
+    expected = generate(model, ids, NEW, mask)
     before = snapshot(model)
     with kvcompress.apply(model, "vase-attnv", **LARGE) as handle:
-        assert torch.equal(generate(model, ids, mask), expected)
+        assert torch.equal(generate(model, ids, NEW, mask), expected)
         assert handle.stats().tokens_kept == [length + NEW - 1 for length in LENGTHS]
         assert model.config.vision_config._attn_implementation == "eager"
     assert snapshot(model) == before
@@ -284,11 +308,11 @@ def test_models_that_share_one_config_object() -> None:
     randomize(shared, 0)
     randomize(other, 1)
     ids = prompt(40)
-    plain = generate(other, ids)
+    plain = generate(other, ids, NEW)
     with kvcompress.apply(shared, "vase-attnv", **SMALL) as handle:
-        assert torch.equal(generate(other, ids), plain)
+        assert torch.equal(generate(other, ids, NEW), plain)
         assert handle.cache is None
-        assert not torch.equal(generate(shared, ids), plain)
+        assert not torch.equal(generate(shared, ids, NEW), plain)
     assert config._attn_implementation == "eager"
 
 
@@ -354,14 +378,14 @@ def test_model_cannot_be_wrapped_twice() -> None:
     model = tiny("llama")
     ids = prompt(40)
     with kvcompress.apply(model, "vase-attnv", **SMALL):
-        expected = generate(model, ids)
+        expected = generate(model, ids, NEW)
         before = snapshot(model)
         with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM.*already under compression.*remove\(\)"):
             kvcompress.apply(model, "snapkv", **SMALL)
         assert snapshot(model) == before
-        assert torch.equal(generate(model, ids), expected)
+        assert torch.equal(generate(model, ids, NEW), expected)
     with kvcompress.apply(model, "vase-attnv", **SMALL):
-        assert torch.equal(generate(model, ids), expected)
+        assert torch.equal(generate(model, ids, NEW), expected)
 
 
 def test_model_that_transforms_cached_keys_is_refused_when_it_runs() -> None:
@@ -377,7 +401,7 @@ def test_model_that_transforms_cached_keys_is_refused_when_it_runs() -> None:
 def test_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
     before = snapshot(model)
-    monkeypatch.setattr("transformers.__version__", "5.16.2")
+    monkeypatch.setattr("kvcompress.model.transformers.__version__", "5.16.2")
     with pytest.raises(UnsupportedModelError, match=r"transformers 5\.16\.2.*at least 5\.17"):
         kvcompress.apply(model, "vase-attnv", **SMALL)
     assert snapshot(model) == before

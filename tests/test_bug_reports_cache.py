@@ -1,7 +1,6 @@
 """Failures that users of other libraries reported, tried on ours: the cache contract inside generate().
 
-Each test is named after the trial's number in the collection of reports, or after the row of the list of weaknesses
-of the published VASE implementation.
+Each test is named after the trial's number in the collection of reports.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import Oracle
-from tiny import PAD, distinct, feed, left_padded, prompt, tiny
+from tiny import PAD, distinct, feed, generate, left_padded, prompt, tiny
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -35,11 +34,6 @@ def llama() -> PreTrainedModel:
 def plain(llama: PreTrainedModel) -> PreTrainedModel:
     """The same model, never compressed."""
     return copy.deepcopy(llama)
-
-
-def generate(model: PreTrainedModel, ids: Tensor, steps: int, mask: Tensor | None = None, **settings: Any) -> Tensor:
-    mask = torch.ones_like(ids) if mask is None else mask
-    return model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=steps, **settings)[:, ids.shape[1] :]
 
 
 def state_of(cache: CompressedCache) -> tuple[Any, ...]:
@@ -81,13 +75,13 @@ def test_01_second_turn_sees_only_new_tokens_at_their_true_positions(
     config = E24.with_fields({"budget": 20})
     with kvcompress.apply(llama, config) as handle:
         cache = handle.new_cache([7])
-        answer = generate(llama, ids[:, :40], 5, past_key_values=cache)
+        answer = generate(llama, ids[:, :40], 5, cache=cache)
         assert cache.get_seq_length() == 44
         assert cache.stats().tokens_kept == [20 + 4]
         history = torch.cat([ids[:, :40], answer, ids[:, 40:]], dim=1)
         spy = Spy(llama)
         settings = {"max_new_tokens": 3, "output_logits": True, "return_dict_in_generate": True}
-        second = llama.generate(history, past_key_values=cache, **settings)
+        second = llama.generate(history, cache=cache, **settings)
         spy.hook.remove()
     # The last generated token has not been read yet, so that it comes with the three new ones.
     assert [call["input_ids"].tolist() for call in spy.calls[:1]] == [history[:, 44:].tolist()]
@@ -229,7 +223,7 @@ def test_03_four_turns_on_one_cache(llama: PreTrainedModel, plain: PreTrainedMod
         for turn in range(4):
             unread = cache.columns
             history = torch.cat([history, user[:, 3 * turn : 3 * turn + 3]], dim=1)
-            answer = generate(llama, history, 5, past_key_values=cache)
+            answer = generate(llama, history, 5, cache=cache)
             calls += [history[0, unread:].tolist(), *([token] for token in answer[0, :-1].tolist())]
             # A fresh oracle that is given all calls up to here must choose the same answer.
             oracle = Oracle(plain, config, sequence_id=1)
@@ -245,12 +239,12 @@ def test_03_edited_history_is_refused(llama: PreTrainedModel, position: int) -> 
     ids = distinct(48)
     with kvcompress.apply(llama, E24) as handle:
         cache = handle.new_cache()
-        generate(llama, ids[:, :40], 5, past_key_values=cache)
+        generate(llama, ids[:, :40], 5, cache=cache)
         before = state_of(cache)
         edited = torch.cat([ids[:, :40], ids[:, 40:]], dim=1)
         edited[0, position] = 127
         with pytest.raises(CacheError, match=r"first 44 tokens differ.*reset\(\)"):
-            generate(llama, edited, 3, past_key_values=cache)
+            generate(llama, edited, 3, cache=cache)
         assert_unchanged(cache, before)
 
 
@@ -326,5 +320,5 @@ def test_07_a_cache_that_was_filled_without_compression_is_refused(llama: PreTra
     feed(llama, own, prompt(10))
     kept = own.layers[0].keys.clone()
     with kvcompress.apply(llama, "full"), pytest.raises(CacheError, match="a DynamicCache that already holds tokens"):
-        generate(llama, prompt(12), 2, past_key_values=own)
+        generate(llama, prompt(12), 2, cache=own)
     assert torch.equal(own.layers[0].keys, kept)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -148,9 +149,13 @@ def test_recipe_files_work_like_names(folder, tmp_path):
     assert document["config"]["name"] == "mine"
 
 
-def test_long_answers_warn(folder):
-    result = succeeds("generate", PROMPT, "-m", folder, "-r", "full", "-n", 1000, "--set", "check_finite=false")
-    assert "warning: prompt and answer of 1,062 tokens go past the 1,024 of the model" in result.stderr
+def test_long_answers_warn(folder, tmp_path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    result = succeeds("generate", PROMPT, "-m", tmp_path, "-r", "full", "-n", 3)
+    assert "warning: prompt and answer of 65 tokens go past the 64 of the model" in result.stderr
+    assert succeeds("generate", PROMPT, "-m", tmp_path, "-r", "full", "-n", 2).stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -355,6 +360,7 @@ def test_demo_runs_both_steps_and_says_where_the_results_are(folder, tmp_path, m
     from kvcompress import models
 
     load = models.load_model
+    monkeypatch.setattr("kvcompress.cli._DEMO_TOKENS", (3, 3))
     monkeypatch.setattr(models, "load_model", lambda source, **options: load(folder, **options))
     result = succeeds("demo", "--output-dir", tmp_path / "out")
     assert "$ kvcompress generate --file" in result.stdout

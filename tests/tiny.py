@@ -186,3 +186,13 @@ def feed(model: PreTrainedModel, cache: Any, ids: Tensor, mask: Tensor | None = 
             inputs["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         inputs[cache_keyword(model)] = cache
         return model(input_ids=ids, attention_mask=mask, use_cache=True, **inputs).logits
+
+
+def generate(
+    model: PreTrainedModel, ids: Tensor, steps: int, mask: Tensor | None = None, cache: Any = None, **settings: Any
+) -> Tensor:
+    """(rows, steps) new tokens, greedy unless settings say otherwise."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    if cache is not None:
+        settings[cache_keyword(model)] = cache
+    return model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=steps, **settings)[:, ids.shape[1] :]
