@@ -14,8 +14,9 @@ from kvcompress.errors import CacheError, ConfigError, KVCompressError, NonFinit
 from kvcompress.pipeline import Selection, select_tokens
 
 if TYPE_CHECKING:
-    from kvcompress.cache import CacheStats, CompressedCache
+    from kvcompress.cache import CompressedCache
     from kvcompress.model import Handle, apply
+    from kvcompress.stats import CacheStats
 
 __version__ = "0.1.0"
 
@@ -38,7 +39,7 @@ __all__ = [
 ]
 
 # What needs transformers is imported on first use, so that selection and recipes load in a light process.
-_LAZY = {"apply": "model", "Handle": "model", "CompressedCache": "cache", "CacheStats": "cache"}
+_LAZY = {"apply": "model", "Handle": "model", "CompressedCache": "cache", "CacheStats": "stats"}
 
 
 def __getattr__(name: str) -> Any:

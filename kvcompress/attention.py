@@ -18,13 +18,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvcompress.cache import NewStates
 from kvcompress.errors import CacheError
 from kvcompress.forward import LayerCall
 from kvcompress.latent import LatentStates, absorb, check_absorption, expand_output
+from kvcompress.layer import NewStates
+from kvcompress.support import WRAPPED
 
 PREFIX = "kvcompress_"
-WRAPPED = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 

@@ -9,121 +9,29 @@ tokens, then writes them, then compresses. Sliding-window, chunked and linear-at
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from kvcompress.config import CompressionConfig, load_config
 from kvcompress.errors import CacheError, UnsupportedModelError
 from kvcompress.forward import LayerCall, chunk, decode
 from kvcompress.identity import Identities
-from kvcompress.latent import Latents, LatentStates
+from kvcompress.layer import CompressedLayer
 from kvcompress.layout import Layout, RowState
 from kvcompress.pipeline import Pipeline, check_protected
+from kvcompress.stats import CacheStats
 from kvcompress.step import StepPlan, is_steady, new_tokens, plan_step, slots_needed, with_prompts
 from kvcompress.store import EMPTY, Geometry, SlotStore
+from kvcompress.support import compressible_layers, layer_devices
 
 # Slots are added to a cache that doesn't evict in steps of a quarter of its size, at least this many.
 _GROWTH = 256
-
-
-@dataclass(frozen=True)
-class CacheStats:
-    """What a cache holds.
-
-    Attributes:
-        bytes_held: bytes of all tensors held: slots in use or not, positions, query window, layers left as they are.
-        bytes_full: bytes that a full cache would hold for the tokens seen (padding not counted).
-        events: compressions of each sequence (each covers all layers).
-        tokens_seen: tokens of each sequence.
-        tokens_kept: slots in use of each sequence, per compressed layer and KV head.
-        backend: what computed attention over the slots.
-    """
-
-    bytes_held: int
-    bytes_full: int
-    events: list[int]
-    tokens_seen: list[int]
-    tokens_kept: list[int]
-    backend: str
-
-    @property
-    def ratio(self) -> float:
-        """How many times smaller than a full cache; below 1 while the slots are not used yet."""
-        return self.bytes_full / self.bytes_held if self.bytes_held else 1.0
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "ratio": self.ratio}
-
-
-class NewStates:
-    """Keys or values that ``update`` passes on to the attention wrapper, with the layer that they belong to."""
-
-    def __init__(self, layer: CompressedLayer, states: Tensor) -> None:
-        self.layer = layer
-        self.states = states
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.states.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.states.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.states.device
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise UnsupportedModelError(
-            f"the model applies {getattr(func, '__name__', func)} to keys or values between cache and attention, which "
-            "is not supported"
-        )
-
-
-class CompressedLayer(CacheLayerMixin):
-    """One full-attention layer of a :class:`CompressedCache`, as transformers sees it."""
-
-    is_sliding = False
-    is_compileable = False
-    supports_early_init = False
-
-    def __init__(self, cache: CompressedCache, index: int) -> None:
-        super().__init__()
-        self.cache = cache
-        self.index = index
-
-    @property
-    def is_croppable(self) -> bool:
-        return self.cache.is_croppable
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Slots are allocated when attention first runs, since their number depends on the padding."""
-
-    @torch.compiler.disable
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        self.cache.check_wrapped()
-        if self.cache.latent_rank is not None and key_states.shape[-1] == self.cache.latent_rank:
-            latents = Latents(self, key_states, value_states)
-            return LatentStates.mark(key_states, latents), LatentStates.mark(value_states, latents)
-        return NewStates(self, key_states), NewStates(self, value_states)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The mask covers the new tokens only; the wrapper knows about the stored ones."""
-        return query_length, self.cache.columns
-
-    def get_seq_length(self) -> int:
-        return self.cache.columns
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 class CompressedCache(Cache):
@@ -160,7 +68,7 @@ class CompressedCache(Cache):
             layers[index] = CompressedLayer(self, index)
         super().__init__(layers=layers)
         self.pipeline = Pipeline(self.config)
-        self._placement = _layer_devices(model) if isinstance(model, PreTrainedModel) else {}
+        self._placement = layer_devices(model) if isinstance(model, PreTrainedModel) else {}
         self.latent_rank: int | None = getattr(self.model_config, "kv_lora_rank", None)
         self.identities = Identities(sequence_ids)
         self._forget()
@@ -599,42 +507,8 @@ class CompressedCache(Cache):
         raise CacheError(f"layer {layer}: holds no compressed tokens; compressed layers: {self.compressed}")
 
 
-def compressible_layers(config: PreTrainedConfig) -> list[int]:
-    """Indices of the full-attention layers of a decoder config.
-
-    Raises:
-        UnsupportedModelError: if there is none, or layers share or index their keys and values.
-    """
-    layers = DynamicCache(config=config).layers
-    shared = getattr(config, "num_kv_shared_layers", 0) or "reuse" in (getattr(config, "kv_sharing_modes", None) or ())
-    if shared:
-        raise UnsupportedModelError(
-            f"{config.model_type}: layers share each other's keys and values, which is not supported"
-        )
-    found = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
-    if not found:
-        kinds = sorted({type(layer).__name__ for layer in layers})
-        raise UnsupportedModelError(
-            f"{config.model_type}: has no full-attention layer to compress; its cache layers are {', '.join(kinds)}, "
-            "whose memory is bounded already or not in keys and values"
-        )
-    return found
-
-
 def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Apply a function to a tensor, or to those in a dict; anything else stays."""
     if isinstance(value, dict):
         return {key: _map_tensors(item, function) for key, item in value.items()}
     return function(value) if isinstance(value, Tensor) else value
-
-
-def _layer_devices(model: PreTrainedModel) -> dict[int, torch.device]:
-    """Device of each attention layer, so that layers placed together share a store."""
-    devices: dict[int, torch.device] = {}
-    for module in model.modules():
-        index = getattr(module, "layer_idx", None)
-        if isinstance(index, int):
-            parameter = next(module.parameters(), None)
-            if parameter is not None:
-                devices.setdefault(index, parameter.device)
-    return devices

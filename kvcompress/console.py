@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kvcompress.cache import CacheStats
 from kvcompress.compare import Comparison, Estimate
 from kvcompress.config import CompressionConfig
 from kvcompress.errors import KVCompressError
 from kvcompress.models import SMOLLM2
 from kvcompress.report import ERROR_METHOD, format_bytes
 from kvcompress.stages import ROLES
+from kvcompress.stats import CacheStats
 
 
 def screen(*, stderr: bool = False) -> Console:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from kvcompress.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from kvcompress.cache import CompressedLayer
+    from kvcompress.layer import CompressedLayer
 
 _NEEDED = ("kv_b_proj", "qk_nope_head_dim", "v_head_dim")
 

@@ -9,20 +9,17 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-import transformers
-from packaging.version import Version
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvcompress import attention
-from kvcompress.cache import CacheStats, CompressedCache, compressible_layers
+from kvcompress.cache import CompressedCache
 from kvcompress.config import CompressionConfig, load_config
-from kvcompress.errors import CacheError, KVCompressError, UnsupportedModelError
-from kvcompress.latent import check_latent
+from kvcompress.errors import CacheError, KVCompressError
+from kvcompress.stats import CacheStats
+from kvcompress.support import HANDLE, attention_of, check_supported
 
-OLDEST_TRANSFORMERS = Version("5.17")
-_ATTRIBUTE = "_kvcompress_handle"
 _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate")
 
 
@@ -80,9 +77,9 @@ class Handle:
         self._configs = _configs_sharing(model, text_config)
         self._original = [c._attn_implementation for c in self._configs]
         for shared in self._configs:
-            shared._attn_implementation_internal = attention.PREFIX + text_config_name(self._original[0])
+            shared._attn_implementation_internal = attention.PREFIX + attention_of(self._original[0])
         self._hook = self._decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        setattr(model, _ATTRIBUTE, self)
+        setattr(model, HANDLE, self)
         if hasattr(model, "generate"):
             model.generate = self._wrapped_generate(model.generate)
 
@@ -102,13 +99,13 @@ class Handle:
 
     def remove(self) -> None:
         """Restore the model exactly as it was; caches made under compression can no longer be used. Idempotent."""
-        if self.model.__dict__.get(_ATTRIBUTE) is not self:
+        if self.model.__dict__.get(HANDLE) is not self:
             return
         for config, original in zip(self._configs, self._original, strict=True):
             config._attn_implementation_internal = original
         self._hook.remove()
         self.model.__dict__.pop("generate", None)
-        del self.model.__dict__[_ATTRIBUTE]
+        del self.model.__dict__[HANDLE]
         self.cache = None
 
     def __enter__(self) -> Self:
@@ -200,49 +197,6 @@ class Handle:
         return generate
 
 
-def check_supported(model: Any) -> None:
-    """Refuse a model that cannot be compressed, by name and with the reason.
-
-    Raises:
-        UnsupportedModelError: if so.
-    """
-    if Version(transformers.__version__) < OLDEST_TRANSFORMERS:
-        raise UnsupportedModelError(
-            f"transformers {transformers.__version__} is too old; kvcompress needs at least {OLDEST_TRANSFORMERS}"
-        )
-    if not isinstance(model, PreTrainedModel):
-        raise UnsupportedModelError(
-            f"{type(model).__name__}: is not a transformers PreTrainedModel; pass the model itself, before any wrapper"
-        )
-    name = type(model).__name__
-    if _ATTRIBUTE in model.__dict__:
-        raise UnsupportedModelError(f"{name}: is already under compression; call remove() on its handle first")
-    if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{name}: is an encoder-decoder; only decoder-only models are supported")
-    if not model._can_set_attn_implementation():
-        raise UnsupportedModelError(
-            f"{name}: does not route attention through transformers' AttentionInterface (falcon and bloom don't), "
-            "so its cache cannot be compressed"
-        )
-    decoder = model.get_decoder()
-    causal = [module.is_causal for module in decoder.modules() if hasattr(module, "is_causal")]
-    if not isinstance(decoder, PreTrainedModel) or (causal and not any(causal)):
-        raise UnsupportedModelError(f"{name}: is not a causal decoder; only decoder-only models are supported")
-    check_latent(model)
-    text_config: PreTrainedConfig = model.config.get_text_config(decoder=True)
-    compressible_layers(text_config)
-    used = text_config_name(text_config._attn_implementation)
-    if used not in attention.WRAPPED:
-        raise UnsupportedModelError(
-            f"{name}: uses attention {used!r}; load it with attn_implementation one of {', '.join(attention.WRAPPED)}"
-        )
-
-
-def text_config_name(implementation: str | None) -> str:
-    """The attention implementation in force; transformers falls back to eager where none is set."""
-    return implementation or "eager"
-
-
 def cache_keyword(module: nn.Module) -> str:
     """Name of the cache argument of a model: ``cache`` in newer transformers, ``past_key_values`` before."""
     return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
@@ -266,6 +220,3 @@ def _foreign_cache(cache: object) -> CacheError:
     return CacheError(
         f"cache: a {kind} {state} cannot be compressed; leave the argument out, or pass a kvcompress.CompressedCache"
     )
-
-
-__all__ = ["Handle", "apply", "cache_keyword", "check_supported"]

@@ -1,0 +1,35 @@
+"""What a cache holds, in bytes and tokens."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """What a cache holds.
+
+    Attributes:
+        bytes_held: bytes of all tensors held: slots in use or not, positions, query window, layers left as they are.
+        bytes_full: bytes that a full cache would hold for the tokens seen (padding not counted).
+        events: compressions of each sequence (each covers all layers).
+        tokens_seen: tokens of each sequence.
+        tokens_kept: slots in use of each sequence, per compressed layer and KV head.
+        backend: what computed attention over the slots.
+    """
+
+    bytes_held: int
+    bytes_full: int
+    events: list[int]
+    tokens_seen: list[int]
+    tokens_kept: list[int]
+    backend: str
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller than a full cache; below 1 while the slots are not used yet."""
+        return self.bytes_full / self.bytes_held if self.bytes_held else 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "ratio": self.ratio}
