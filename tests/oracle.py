@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import sdpa_mask
 
 from kvcompress import CompressionConfig, select_tokens
+from kvcompress.model import cache_keyword
 
 _ACTIVE: list[Oracle] = []
 
@@ -43,7 +44,10 @@ class Oracle:
             with torch.no_grad():
                 positions = torch.arange(self.seen, self.seen + len(ids))[None]
                 out = self.model(
-                    input_ids=torch.tensor([ids]), cache=self.cache, position_ids=positions, use_cache=True
+                    input_ids=torch.tensor([ids]),
+                    position_ids=positions,
+                    use_cache=True,
+                    **{cache_keyword(self.model): self.cache},
                 )
         finally:
             _ACTIVE.pop()

@@ -142,6 +142,32 @@ def test_02_batch_operations(llama: PreTrainedModel, plain: PreTrainedModel, ope
         assert cache.stats().events == [3] * len(picked)
 
 
+@pytest.mark.parametrize(
+    ("kind", "operate", "picked"),
+    [
+        ("gemma3_text", lambda cache: cache.reorder_cache(torch.tensor([1, 1])), [1, 1]),
+        ("qwen3_next", lambda cache: cache.reorder_cache(torch.tensor([1, 0])), [1, 0]),
+        ("gemma3_text", lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
+        ("gemma3_text", lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
+    ],
+)
+def test_02_batch_operations_reach_sliding_and_linear_layers(kind: str, operate: Any, picked: list[int]) -> None:
+    model = tiny(kind)
+    rows = torch.cat([prompt(40, seed=1), prompt(40, seed=2)])
+    with kvcompress.apply(model, E24) as handle:
+        cache = handle.new_cache([3, 4])
+        feed(model, cache, rows)
+        operate(cache)
+        tokens = prompt(10, rows=len(picked), seed=3)
+        logits = torch.cat([feed(model, cache, tokens[:, step : step + 1]) for step in range(10)], dim=1)
+        for index, row in enumerate(picked):
+            alone = handle.new_cache([[3, 4][row]])
+            feed(model, alone, rows[row : row + 1])
+            for step in range(10):
+                expected = feed(model, alone, tokens[index : index + 1, step : step + 1])
+                torch.testing.assert_close(logits[index, step], expected[0, 0], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("count", [1, 3, 10, 11])
 def test_02_crop_within_what_has_not_been_compressed(
     llama: PreTrainedModel, plain: PreTrainedModel, count: int

@@ -221,7 +221,7 @@ def test_19_reset_begins_anew(kind: str) -> None:
 
 def test_failed_step_can_be_repeated_and_failed_prompt_is_refused(llama: PreTrainedModel) -> None:
     """A step that fails between layers, by Ctrl-C or for lack of memory, in a batch whose slots are read by mask."""
-    ids, mask = left_padded([distinct(42), distinct(35, seed=1)])
+    ids, mask = left_padded([distinct(42), distinct(20, seed=1)])
     ones = mask.new_ones(2, 1)
 
     def fail(*args: Any) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import feed as feed_tensor
 from tiny import tiny
 
 import kvcompress
@@ -21,8 +22,7 @@ def fields(name: str) -> dict[str, int]:
 
 
 def feed(model, cache, ids) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=torch.as_tensor(ids), cache=cache, use_cache=True).logits
+    return feed_tensor(model, cache, torch.as_tensor(ids))
 
 
 def prompt(rows: int = 2, length: int = 45) -> torch.Tensor:
@@ -50,13 +50,12 @@ def test_saved_state_continues_in_another_process(tmp_path):
     script = """
 import sys, torch, kvcompress
 sys.path.insert(0, sys.argv[2])
-from tiny import tiny
+from tiny import feed, tiny
 model = tiny("llama")
 handle = kvcompress.apply(model, "vase-attnv", budget=24, buffer=8)
 cache = handle.new_cache()
 cache.load_state_dict(torch.load(sys.argv[1] + "/cache.pt", weights_only=True))
-with torch.no_grad():
-    logits = [model(input_ids=torch.tensor([[i], [i + 40]]), cache=cache, use_cache=True).logits for i in range(5, 25)]
+logits = [feed(model, cache, torch.tensor([[i], [i + 40]])) for i in range(5, 25)]
 torch.save(torch.cat(logits), sys.argv[1] + "/logits.pt")
 """
     model = tiny("llama")

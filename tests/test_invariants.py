@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import tiny
+from tiny import feed, tiny
 
 import kvcompress
+from kvcompress.model import cache_keyword
 
 EVICTING = [name for name in kvcompress.recipe_names() if name not in ("full", "random-prompt")]
 model_of = cache(tiny)
@@ -19,11 +20,6 @@ model_of = cache(tiny)
 def distinct(seed: int, count: int) -> list[int]:
     """Token ids without repeats, whose equal values in the first layer would make selection a matter of rounding."""
     return (torch.randperm(126, generator=torch.Generator().manual_seed(seed)) + 1)[:count].tolist()
-
-
-def feed(model, cache, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=ids, cache=cache, use_cache=True).logits
 
 
 def kept(cache) -> list[list[list[list[int]]]]:
@@ -90,15 +86,7 @@ def test_same_seed_same_tokens_whatever_the_batch(name, order, size):
         with kvcompress.apply(model, name, budget=24, buffer=6) as handle:
             cache = handle.new_cache()
             for start, stop in [(0, width)] + [(i, i + 1) for i in range(width, width + new)]:
-                positions = (mask.cumsum(1) - 1).clamp_min(0)[:, start:stop]
-                with torch.no_grad():
-                    model(
-                        input_ids=ids[:, start:stop],
-                        attention_mask=mask[:, :stop],
-                        position_ids=positions,
-                        cache=cache,
-                        use_cache=True,
-                    )
+                feed(model, cache, ids[:, start:stop], mask[:, :stop])
             return dict(zip(rows, kept(cache), strict=True))
 
     together = run(list(order[:size]))
@@ -136,6 +124,6 @@ def test_embeddings_are_keyed_by_the_row():
     with kvcompress.apply(model, "vase-attnv", budget=24, buffer=6) as handle:
         cache = handle.new_cache()
         with torch.no_grad():
-            model(inputs_embeds=embeds, cache=cache, use_cache=True)
+            model(inputs_embeds=embeds, use_cache=True, **{cache_keyword(model): cache})
         assert cache.identities.keys == [0, 1]
         assert kept(cache)[0] != kept(cache)[1]

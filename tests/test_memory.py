@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from tiny import tiny
+from tiny import feed, tiny
 
 import kvcompress
 from kvcompress import store as store_module
@@ -33,7 +33,7 @@ def test_bytes_are_constant_over_twenty_times_the_budget(name, prompt):
         sizes, held = [], []
         for step in [slice(0, prompt)] + [slice(i, i + 1) for i in range(prompt, ids.shape[1])]:
             with torch.no_grad():
-                model(input_ids=ids[:, step], cache=cache, use_cache=True)
+                feed(model, cache, ids[:, step])
             stats = cache.stats()
             sizes.append(stats.bytes_held)
             held.append(max(stats.tokens_kept))
@@ -67,10 +67,10 @@ def test_deferred_prompt_is_given_back():
     with kvcompress.apply(model, "vase-attnv", budget=BUDGET, buffer=BUFFER, prefill="defer") as handle:
         cache = handle.new_cache()
         with torch.no_grad():
-            model(input_ids=ids[:, :98], cache=cache, use_cache=True)
+            feed(model, cache, ids[:, :98])
             assert cache.stats().tokens_kept == [98]
             for step in range(98, 103):
-                model(input_ids=ids[:, step : step + 1], cache=cache, use_cache=True)
+                feed(model, cache, ids[:, step : step + 1])
                 compressed = step + 1 >= 100
                 assert cache.rows[0].events == int(compressed)
                 assert (cache.layout.slots == BUDGET + BUFFER) == compressed
@@ -83,7 +83,7 @@ def test_full_grows_in_blocks_and_says_so():
         sizes = []
         with torch.no_grad():
             for _ in range(300):
-                model(input_ids=torch.full((1, 1), 5), cache=cache, use_cache=True)
+                feed(model, cache, torch.full((1, 1), 5))
                 sizes.append(cache.stats().bytes_held)
                 assert held_bytes(cache) == sizes[-1] >= cache.stats().bytes_full
     assert sizes == sorted(sizes)
@@ -106,10 +106,10 @@ def test_steady_event_writes_at_most_buffer_rows_per_head(monkeypatch):
         cache = handle.new_cache()
         changes = []
         with torch.no_grad():
-            model(input_ids=ids[:, :30], cache=cache, use_cache=True)
+            feed(model, cache, ids[:, :30])
             for step in range(30, 200):
                 before, events = cache.stores[0].keys.clone(), cache.rows[0].events
-                model(input_ids=ids[:, step : step + 1], cache=cache, use_cache=True)
+                feed(model, cache, ids[:, step : step + 1])
                 if cache.rows[0].events > events:
                     changed = (cache.stores[0].keys != before).any(dim=-1).sum(dim=-1)
                     changes.append(int(changed.max()))

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from oracle import Oracle
-from tiny import tiny
+from tiny import feed, tiny
 
 import kvcompress
 
@@ -66,11 +66,8 @@ def assert_follows_oracle(model, config, calls: list[list[list[int]]]) -> int:
             ids = torch.tensor([[0] * pad + row for pad, row in zip(padding, chunk, strict=True)])
             real = torch.tensor([[0] * pad + [1] * len(row) for pad, row in zip(padding, chunk, strict=True)])
             mask = torch.cat([mask, real], dim=1)
-            positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -width:]
             with torch.no_grad():
-                logits = model(
-                    input_ids=ids, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True
-                ).logits
+                logits = feed(model, cache, ids, mask)
             for row, oracle in enumerate(oracles):
                 if not chunk[row]:
                     continue
