@@ -21,7 +21,7 @@ from kvcompress.errors import ConfigError, KVCompressError
 from kvcompress.stages import nearest
 
 # Tokens that the two steps of the demo generate: minutes on two cores, and enough for the cache to be 4x smaller.
-_DEMO_TOKENS = (160, 200)
+_DEMO_TOKENS = (96, 128)
 BAD_INPUT = 2
 INTERRUPTED = 130
 # typer has its own copy of click in newer releases; either way this is the base of all usage errors.

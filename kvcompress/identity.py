@@ -36,14 +36,16 @@ class Identities:
         self._history_known = True
 
     def declare(self, input_ids: Tensor, attention_mask: Tensor | None, whole: bool) -> None:
-        """Take note of the prompts, unless that has been done.
+        """Take note of the prompts before their first tokens are read, unless the whole prompts are known already.
 
         Args:
             input_ids: (prompts, columns). attention_mask: same shape, 0 for padding, or None.
             whole: these are the whole prompts, though they may come in chunks; their lengths count.
         """
-        if self._prompts is not None:
+        if self.prompt_lengths is not None:
             return
+        # A first call that was refused may have left prompts and keys of another batch.
+        self.keys = None
         prompts = _unpadded(input_ids, attention_mask)
         self._prompts = _numbered([hashlib.blake2b(str(p).encode(), digest_size=8).digest() for p in prompts])
         if whole:

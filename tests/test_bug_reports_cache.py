@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer
 import kvcompress
 from kvcompress import CacheError, KVCompressError
 from kvcompress.cache import CompressedCache
+from kvcompress.model import cache_keyword
 
 # The oracle attends in float64, the model in float32.
 CLOSE = {"rtol": 2e-3, "atol": 2e-3}
@@ -81,7 +82,7 @@ def test_01_second_turn_sees_only_new_tokens_at_their_true_positions(
         history = torch.cat([ids[:, :40], answer, ids[:, 40:]], dim=1)
         spy = Spy(llama)
         settings = {"max_new_tokens": 3, "output_logits": True, "return_dict_in_generate": True}
-        second = llama.generate(history, cache=cache, **settings)
+        second = llama.generate(history, **{cache_keyword(llama): cache}, **settings)
         spy.hook.remove()
     # The last generated token has not been read yet, so that it comes with the three new ones.
     assert [call["input_ids"].tolist() for call in spy.calls[:1]] == [history[:, 44:].tolist()]

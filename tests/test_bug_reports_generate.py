@@ -249,3 +249,14 @@ def test_failed_step_can_be_repeated_and_failed_prompt_is_refused(llama: PreTrai
             feed(llama, cache, prompt(1, rows=2))
         cache.reset()
         assert torch.equal(feed(llama, cache, ids, mask), feed(llama, handle.new_cache(), ids, mask))
+
+
+def test_refused_first_call_leaves_no_trace(llama: PreTrainedModel) -> None:
+    with kvcompress.apply(llama, "random-prompt", budget=24, buffer=8) as handle:
+        cache, fresh = handle.new_cache(), handle.new_cache()
+        with pytest.raises(kvcompress.KVCompressError, match="protects 40 with a prompt of 40 tokens"):
+            feed(llama, cache, prompt(40, rows=2))
+        for ids in (prompt(9), *(prompt(1, seed=step) for step in range(40))):
+            assert torch.equal(feed(llama, cache, ids), feed(llama, fresh, ids))
+        assert cache.stats() == fresh.stats()
+        assert cache.stats().events == [3]
