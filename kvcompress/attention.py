@@ -22,9 +22,7 @@ from kvcompress.errors import CacheError
 from kvcompress.forward import LayerCall
 from kvcompress.latent import LatentStates, absorb, check_absorption, expand_output
 from kvcompress.layer import NewStates
-from kvcompress.support import WRAPPED
-
-PREFIX = "kvcompress_"
+from kvcompress.support import PREFIX, WRAPPED
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 

@@ -28,7 +28,7 @@ from kvcompress.pipeline import Pipeline, check_protected
 from kvcompress.stats import CacheStats
 from kvcompress.step import StepPlan, is_steady, new_tokens, plan_step, slots_needed, with_prompts
 from kvcompress.store import EMPTY, Geometry, SlotStore
-from kvcompress.support import compressible_layers, layer_devices
+from kvcompress.support import PREFIX, compressible_layers, layer_devices
 
 # Slots are added to a cache that doesn't evict in steps of a quarter of its size, at least this many.
 _GROWTH = 256
@@ -90,7 +90,7 @@ class CompressedCache(Cache):
 
     def check_wrapped(self) -> None:
         """Refuse to serve a model whose attention is not ours."""
-        if not str(self.model_config._attn_implementation).startswith("kvcompress_"):
+        if not str(self.model_config._attn_implementation).startswith(PREFIX):
             raise UnsupportedModelError(
                 "CompressedCache: the model's attention is "
                 f"{self.model_config._attn_implementation!r}; call kvcompress.apply(model, ...) before using it"
@@ -397,6 +397,12 @@ class CompressedCache(Cache):
             self.identities.map_rows(picked)
         self.rows = [self.rows[i] for i in picked]
 
+    def _check_others_can(self, operation: str) -> None:
+        """Refuse an operation that transformers' own layers lack, before any layer has changed."""
+        lacking = sorted({type(layer).__name__ for layer in self._other_layers() if not hasattr(layer, operation)})
+        if lacking:
+            raise CacheError(f"{operation}: {', '.join(lacking)} of transformers has no such operation")
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i of the batch becomes what row beam_idx[i] was; beams of one parent share its random numbers."""
         self._map_rows(beam_idx)
@@ -405,12 +411,14 @@ class CompressedCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the given rows of the batch."""
+        self._check_others_can("batch_select_indices")
         self._map_rows(indices)
         for layer in self._other_layers():
             layer.batch_select_indices(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row; the copies get random numbers of their own."""
+        self._check_others_can("batch_repeat_interleave")
         if self.rows:
             device = self.stores[0].geometry.device
             self._map_rows(torch.arange(len(self.rows), device=device).repeat_interleave(repeats))

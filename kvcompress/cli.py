@@ -9,6 +9,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
@@ -375,11 +376,17 @@ def _load(model: str, dtype: str | None, device: str | None) -> tuple[Any, Any]:
     import transformers
 
     from kvcompress import console
-    from kvcompress.models import load_model
+    from kvcompress.models import SMOLLM2, load_model
 
     # The libraries' own bars and notes would run through ours, and end up in the logs of those who redirect.
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    if model == SMOLLM2 or model.endswith(".gguf"):
+        # This bar alone doesn't obey the setting above.
+        from transformers import modeling_gguf_pytorch_utils as gguf_reader
+
+        if hasattr(gguf_reader, "tqdm"):
+            gguf_reader.tqdm = partial(gguf_reader.tqdm, disable=True)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"transformers\..*")
     with console.loading(model):
@@ -422,12 +429,10 @@ def _make_folder(folder: Path) -> None:
 
 def _title(model: str, comparison: Any) -> str:
     bounded = [result.config for result in comparison.results if result.config.evicts]
-    others = len(comparison.results) - len(bounded)
     budgets = {config.budget for config in bounded}
     if len(budgets) != 1:
         return f"{Path(model).name}: {len(comparison.results)} recipes"
-    recipes = f"{len(bounded)} recipe{'s' if len(bounded) > 1 else ''} at a budget of {budgets.pop():,} tokens"
-    return f"{Path(model).name}: {recipes}{f', and {others} without one' if others else ''}"
+    return f"{Path(model).name}: {len(bounded)} recipe{'s'[: len(bounded) > 1]} at a budget of {budgets.pop():,} tokens"
 
 
 def _print_json(document: Any) -> None:

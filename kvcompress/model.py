@@ -18,7 +18,7 @@ from kvcompress.cache import CompressedCache
 from kvcompress.config import CompressionConfig, load_config
 from kvcompress.errors import CacheError, KVCompressError
 from kvcompress.stats import CacheStats
-from kvcompress.support import HANDLE, attention_of, check_supported
+from kvcompress.support import HANDLE, PREFIX, attention_of, check_supported
 
 _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate")
 
@@ -77,7 +77,7 @@ class Handle:
         self._configs = _configs_sharing(model, text_config)
         self._original = [c._attn_implementation for c in self._configs]
         for shared in self._configs:
-            shared._attn_implementation_internal = attention.PREFIX + attention_of(self._original[0])
+            shared._attn_implementation_internal = PREFIX + attention_of(self._original[0])
         self._hook = self._decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         setattr(model, HANDLE, self)
         if hasattr(model, "generate"):

@@ -19,6 +19,7 @@ _HATCHES = ("", "////", "....", "xxxx")
 _LINES = ("-", "--", ":", "-.")
 _GREY = "#5f6368"
 _INK = "#202124"
+_GROWING = "transformers"
 
 ERROR_METHOD = (
     "standard error of the mean over tokens of this one continuation, by circular block bootstrap "
@@ -85,10 +86,13 @@ def write_figure(path: Path, comparison: Comparison, title: str) -> None:
     import io
 
     rows = len(comparison.results)
-    figure = Figure(figsize=(12.5, max(4.6, 2.1 + 0.42 * rows)), dpi=150, facecolor="white")
+    # Inches: two plots, and between them the labels of the lines and the names of the bars.
+    plot, names = 4.1, 0.079 * (10 + 2 * max(len(_GROWING), *(len(r.name) for r in comparison.results)))
+    width, height = 0.6 + 2 * plot + 0.55 + names + 1.0, max(4.6, 2.1 + 0.42 * rows)
+    figure = Figure(figsize=(width, height), dpi=150, facecolor="white")
     FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    figure.subplots_adjust(left=0.045, right=0.925, top=0.80, bottom=0.16, wspace=0.78)
+    left = figure.add_axes((0.6 / width, 0.16, plot / width, 0.64))
+    right = figure.add_axes(((0.6 + plot + 0.55 + names) / width, 0.16, plot / width, 0.64))
     figure.text(0.012, 0.945, title, fontsize=14, fontweight="bold", ha="left", va="center")
     reference = comparison.reference
     figure.text(
@@ -171,7 +175,7 @@ def _draw_memory(axes: Any, comparison: Comparison) -> None:
     axes.set_axisbelow(True)
     axes.set_xlabel("tokens generated")
     axes.set_title(f"KV cache held ({unit})", loc="left", fontsize=11)
-    ends = [(growing[-1], "transformers' cache", _GREY)]
+    ends = [(growing[-1], _GROWING, _GREY)]
     ends += [(r.bytes_held / factor, r.name, _style(i)["color"]) for i, r in enumerate(results)]
     _label_ends(axes, ends, top, unit)
 
@@ -248,7 +252,8 @@ def _draw_divergence(axes: Any, comparison: Comparison) -> None:
             color=_INK,
         )
     axes.errorbar(means, places, xerr=errors, fmt="none", ecolor="#3c4043", elinewidth=1.2, capsize=3)
-    widest = max(m + e for m, e in zip(means, errors, strict=True)) or 1.0
+    # Rounding alone must not fill the axis where nothing diverges.
+    widest = max(1e-3, *(m + e for m, e in zip(means, errors, strict=True)))
     axes.set_xlim(0, widest * 1.28)
     axes.set_ylim(len(results) - 0.5, -0.5)
     axes.set_yticks(list(places), [r.name for r in results])

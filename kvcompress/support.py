@@ -16,6 +16,8 @@ from kvcompress.latent import check_latent
 OLDEST_TRANSFORMERS = Version("5.17")
 # Attention implementations that the wrapper can stand in for.
 WRAPPED = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+# The wrapped implementation of X is called kvcompress_X.
+PREFIX = "kvcompress_"
 # Attribute of a model that holds its handle.
 HANDLE = "_kvcompress_handle"
 
@@ -52,6 +54,10 @@ def check_supported(model: Any) -> None:
     text_config: PreTrainedConfig = model.config.get_text_config(decoder=True)
     compressible_layers(text_config)
     used = attention_of(text_config._attn_implementation)
+    if used.startswith(PREFIX):
+        raise UnsupportedModelError(
+            f"{name}: shares its config object with a model that is under compression; give it a copy of the config"
+        )
     if used not in WRAPPED:
         raise UnsupportedModelError(
             f"{name}: uses attention {used!r}; load it with attn_implementation one of {', '.join(WRAPPED)}"

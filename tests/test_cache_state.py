@@ -146,3 +146,26 @@ def test_a_prompt_that_fails_half_way_is_noticed(failing_layer):
         cache.reset()
         for ids in (prompt(), [[9], [9]]):
             assert torch.equal(feed(model, cache, ids), feed(model, fresh, ids))
+
+
+def test_an_operation_that_other_layers_lack_changes_nothing():
+    """transformers' linear-attention layers cannot select rows; the compressed ones must not have done so already."""
+    model = tiny("qwen3_next")
+    with kvcompress.apply(model, "vase-attnv", budget=24, buffer=8) as handle:
+        cache = handle.new_cache()
+        feed(model, cache, prompt())
+        before = cache.stats()
+        for operation, argument in (("batch_select_indices", torch.tensor([0])), ("batch_repeat_interleave", 2)):
+            with pytest.raises(kvcompress.CacheError, match=f"{operation}: LinearAttentionLayer"):
+                getattr(cache, operation)(argument)
+        assert cache.stats() == before
+
+
+def test_a_model_that_shares_its_config_with_a_compressed_one_is_refused():
+    model = tiny("llama")
+    twin = type(model)(model.config)
+    handle = kvcompress.apply(model, "snapkv", budget=24, buffer=8)
+    with pytest.raises(kvcompress.UnsupportedModelError, match="shares its config object"):
+        kvcompress.apply(twin, "snapkv", budget=24, buffer=8)
+    handle.remove()
+    kvcompress.apply(twin, "snapkv", budget=24, buffer=8).remove()
