@@ -8,8 +8,8 @@ tokens, then writes them, then compresses. Sliding-window, chunked and linear-at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from kvcompress import own_layers, saving
 from kvcompress.config import CompressionConfig, load_config
 from kvcompress.errors import CacheError, UnsupportedModelError
 from kvcompress.forward import LayerCall, chunk, decode
@@ -77,7 +78,7 @@ class CompressedCache(Cache):
         self.columns = 0
         self.rows: list[RowState] = []
         self.stores: list[SlotStore] = []
-        self._interior_padding = False
+        self.interior_padding = False
         self._unread_mask: Tensor | None = None
         self._plan: StepPlan | None = None
         self._incoming: Tensor | None = None
@@ -139,7 +140,7 @@ class CompressedCache(Cache):
         if plan is None:
             return
         events = any(group.compresses for group in plan.groups)
-        if not plan.decode or events or self.pipeline.needs_mass or self._other_layers():
+        if not plan.decode or events or self.pipeline.needs_mass or self.own_layers():
             raise CacheError(
                 "cache: an earlier call failed half way, so layers disagree about what they hold; call reset()"
             )
@@ -186,7 +187,7 @@ class CompressedCache(Cache):
         states = self.rows or [RowState() for _ in range(rows)]
         counts = new_tokens(self._valid(mask, states, rows, length), rows, length)
         if any(row.seen and count < length for row, count in zip(states, counts, strict=True)):
-            self._interior_padding = True
+            self.interior_padding = True
         states = with_prompts(states, counts, self.identities.prompt_lengths)
         needed = slots_needed(self.config, states, counts)
         if needed > self.layout.slots:
@@ -305,8 +306,7 @@ class CompressedCache(Cache):
     @property
     def is_croppable(self) -> bool:
         """Whether a rollback leaves no trace: nothing has been or will be evicted, and other layers can crop."""
-        others = (layer for layer in self.layers if not isinstance(layer, CompressedLayer))
-        return not self.config.evicts and all(layer.is_croppable for layer in others)
+        return not self.config.evicts and all(layer.is_croppable for layer in self.own_layers())
 
     @property
     def is_initialized(self) -> bool:
@@ -316,7 +316,8 @@ class CompressedCache(Cache):
     def batch_size(self) -> int:
         return len(self.rows) if self.rows else -1
 
-    def _other_layers(self) -> list[CacheLayerMixin]:
+    def own_layers(self) -> list[CacheLayerMixin]:
+        """The layers that stay transformers' own, in order."""
         return [layer for layer in self.layers if not isinstance(layer, CompressedLayer)]
 
     def reset(self) -> None:
@@ -353,25 +354,20 @@ class CompressedCache(Cache):
             self.rows = cropped
             self.columns -= count
             self.identities.forget_history()
-        for layer in self._other_layers():
+        for layer in self.own_layers():
             layer.crop(tokens_to_remove)
 
     def _check_crop(self, count: int) -> None:
         if count > self.columns:
             raise CacheError(f"crop: cannot remove {count} tokens, the cache has seen {self.columns}")
-        if self._interior_padding:
+        if self.interior_padding:
             raise CacheError("crop: the batch has padding after its prompts, so rows cannot be rolled back by columns")
         if self.config.evicts and self.pipeline.needs_mass:
             raise CacheError(
                 f"crop: {self.config.name} adds up the attention that tokens receive, and cannot take back what "
                 "removed tokens gave"
             )
-        for layer in self._other_layers():
-            # Layers that keep their past for a rollback record it.
-            window = getattr(layer, "sliding_window", None)
-            within = window is not None and layer.get_seq_length() < window
-            if not layer.is_croppable or not (within or getattr(layer, "record_past", False)):
-                raise CacheError(f"crop: a {type(layer).__name__} of this model has dropped what a rollback needs")
+        own_layers.check_can_roll_back(self.own_layers())
         for index, row in enumerate(self.rows):
             allowed = row.ring if row.events else row.held
             if count > allowed and row.seen > allowed:
@@ -397,33 +393,27 @@ class CompressedCache(Cache):
             self.identities.map_rows(picked)
         self.rows = [self.rows[i] for i in picked]
 
-    def _check_others_can(self, operation: str) -> None:
-        """Refuse an operation that transformers' own layers lack, before any layer has changed."""
-        lacking = sorted({type(layer).__name__ for layer in self._other_layers() if not hasattr(layer, operation)})
-        if lacking:
-            raise CacheError(f"{operation}: {', '.join(lacking)} of transformers has no such operation")
-
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i of the batch becomes what row beam_idx[i] was; beams of one parent share its random numbers."""
         self._map_rows(beam_idx)
-        for layer in self._other_layers():
+        for layer in self.own_layers():
             layer.reorder_cache(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the given rows of the batch."""
-        self._check_others_can("batch_select_indices")
+        own_layers.check_can(self.own_layers(), "batch_select_indices")
         self._map_rows(indices)
-        for layer in self._other_layers():
+        for layer in self.own_layers():
             layer.batch_select_indices(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row; the copies get random numbers of their own."""
-        self._check_others_can("batch_repeat_interleave")
+        own_layers.check_can(self.own_layers(), "batch_repeat_interleave")
         if self.rows:
             device = self.stores[0].geometry.device
             self._map_rows(torch.arange(len(self.rows), device=device).repeat_interleave(repeats))
             self.identities.renumber()
-        for layer in self._other_layers():
+        for layer in self.own_layers():
             layer.batch_repeat_interleave(repeats)
 
     def to(self, device: torch.device | str) -> CompressedCache:
@@ -432,26 +422,13 @@ class CompressedCache(Cache):
         for store in self.stores:
             store.to(target)
         self.identities.to(target)
-        for layer in self._other_layers():
-            for name, value in vars(layer).items():
-                setattr(layer, name, _map_tensors(value, lambda tensor: tensor.to(target)))
+        for layer in self.own_layers():
+            own_layers.map_tensors(layer, lambda tensor: tensor.to(target))
         return self
 
     def state_dict(self) -> dict[str, Any]:
         """Everything held, as plain data that ``torch.save`` and ``torch.load(weights_only=True)`` take."""
-        return {
-            "config": self.config.to_yaml(),
-            "columns": self.columns,
-            "rows": [list(asdict(row).values()) for row in self.rows],
-            "layout": [self.layout.old, self.layout.buffer],
-            "interior_padding": self._interior_padding,
-            "identities": self.identities.state_dict(),
-            "stores": [store.state_dict() for store in self.stores],
-            "others": [
-                {name: value for name, value in vars(layer).items() if isinstance(value, (Tensor, int, bool, dict))}
-                for layer in self._other_layers()
-            ],
-        }
+        return saving.state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave, on the device its tensors are on.
@@ -459,42 +436,14 @@ class CompressedCache(Cache):
         Raises:
             CacheError: if it comes from another recipe or another model.
         """
-        if state["config"] != self.config.to_yaml():
-            raise CacheError(
-                f"state: was saved under another recipe; this cache has\n{self.config.to_yaml()}\nthe state has\n"
-                f"{state['config']}"
-            )
-        saved = sorted(layer for entry in state["stores"] for layer in entry["layers"])
-        others = self._other_layers()
-        if (saved and saved != self.compressed) or len(state["others"]) != len(others):
-            raise CacheError(f"state: holds layers {saved}, this model's compressed layers are {self.compressed}")
-        self._forget()
-        self.columns = state["columns"]
-        self.rows = [RowState(*row) for row in state["rows"]]
-        self.layout = Layout(*state["layout"])
-        self._interior_padding = state["interior_padding"]
-        self.identities.load_state_dict(state["identities"])
-        self.stores = [SlotStore.from_state_dict(entry, self.layout, self.pipeline) for entry in state["stores"]]
-        for layer, values in zip(others, state["others"], strict=True):
-            for name, value in values.items():
-                setattr(layer, name, _map_tensors(value, torch.Tensor.clone))
-            for held in (getattr(layer, "keys", None), *getattr(layer, "conv_states", {}).values()):
-                if isinstance(held, Tensor):
-                    layer.dtype, layer.device = held.dtype, held.device
+        saving.load_state(self, state)
 
     # -- what it holds -------------------------------------------------------------------------------------------
 
     def stats(self) -> CacheStats:
         """Bytes held and tokens kept now; see :class:`CacheStats`."""
         self._check_unread_mask()
-        others = sum(
-            tensor.nbytes
-            for layer in self._other_layers()
-            for value in vars(layer).values()
-            # Linear attention keeps its states in dicts.
-            for tensor in (value.values() if isinstance(value, dict) else [value])
-            if isinstance(tensor, Tensor)
-        )
+        others = sum(tensor.nbytes for layer in self.own_layers() for tensor in own_layers.tensors_of(layer))
         held = sum(store.nbytes for store in self.stores)
         per_token = sum(len(store.layers) * store.geometry.bytes_per_token for store in self.stores)
         return CacheStats(
@@ -513,10 +462,3 @@ class CompressedCache(Cache):
                 positions = store.positions[store.layers.index(layer), row]
                 return positions[positions != EMPTY].reshape(positions.shape[0], -1).long().sort(dim=-1).values
         raise CacheError(f"layer {layer}: holds no compressed tokens; compressed layers: {self.compressed}")
-
-
-def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Apply a function to a tensor, or to those in a dict; anything else stays."""
-    if isinstance(value, dict):
-        return {key: _map_tensors(item, function) for key, item in value.items()}
-    return function(value) if isinstance(value, Tensor) else value
