@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -124,10 +125,8 @@ def test_only_one_cache_is_held_over_two_generations():
     ids = torch.randint(2, 127, (1, 10))
     with kvcompress.apply(model, "snapkv", budget=BUDGET, buffer=BUFFER) as handle:
         model(input_ids=ids, use_cache=True)
-        first = handle.cache
+        first = weakref.ref(handle.cache)
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False, pad_token_id=0)
-        assert handle.cache is not first
-        del first
         gc.collect()
-        alive = [o for o in gc.get_objects() if isinstance(o, kvcompress.CompressedCache)]
-        assert alive == [handle.cache]
+        assert first() is None
+        assert handle.cache.columns == 12
