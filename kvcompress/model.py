@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -73,6 +74,7 @@ class Handle:
         attention.register()
         self._decoder = model.get_decoder()
         self._keyword = cache_keyword(self._decoder)
+        self._parameters = list(inspect.signature(self._decoder.forward).parameters)
         text_config = model.config.get_text_config(decoder=True)
         self._configs = _configs_sharing(model, text_config)
         self._original = [c._attn_implementation for c in self._configs]
@@ -80,8 +82,9 @@ class Handle:
             shared._attn_implementation_internal = PREFIX + attention_of(self._original[0])
         self._hook = self._decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         setattr(model, HANDLE, self)
+        self._own_generate = model.__dict__.get("generate")
         if hasattr(model, "generate"):
-            model.generate = self._wrapped_generate(model.generate)
+            model.generate = types.MethodType(_generate_of(type(model)), model)
 
     def new_cache(self, sequence_ids: list[int] | None = None) -> CompressedCache:
         """An empty cache for this model, to pass by hand to ``model(...)`` or ``model.generate(...)``."""
@@ -105,6 +108,8 @@ class Handle:
             config._attn_implementation_internal = original
         self._hook.remove()
         self.model.__dict__.pop("generate", None)
+        if self._own_generate is not None:
+            self.model.generate = self._own_generate
         del self.model.__dict__[HANDLE]
         self.cache = None
 
@@ -119,7 +124,7 @@ class Handle:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Give the decoder a compressed cache where it would make one of its own, and show the cache the tokens."""
-        names = list(inspect.signature(module.forward).parameters)
+        names = self._parameters
         given = dict(zip(names, args, strict=False)) | kwargs
         cache = given.get(self._keyword)
         use_cache = given.get("use_cache")
@@ -154,47 +159,58 @@ class Handle:
         self.cache = self.new_cache()
         return self.cache
 
-    def _wrapped_generate(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def generate(*args: Any, **kwargs: Any) -> Any:
-            settings = kwargs.get("generation_config") or self.model.generation_config
-            named = [name for name in ("cache", "past_key_values") if kwargs.get(name) is not None]
-            inputs = kwargs.get("inputs", args[0] if args else kwargs.get("input_ids"))
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own ``generate``, with a compressed cache; refuses what such a cache cannot do."""
+        settings = kwargs.get("generation_config") or self.model.generation_config
+        named = [name for name in ("cache", "past_key_values") if kwargs.get(name) is not None]
+        inputs = kwargs.get("inputs", args[0] if args else kwargs.get("input_ids"))
 
-            def setting(name: str) -> Any:
-                return kwargs[name] if kwargs.get(name) is not None else getattr(settings, name, None)
+        def setting(name: str) -> Any:
+            return kwargs[name] if kwargs.get(name) is not None else getattr(settings, name, None)
 
-            if self.config.evicts:
-                for name in _ASSISTED:
-                    if setting(name) is not None:
-                        raise KVCompressError(
-                            f"{name}: drafted tokens that are rejected cannot be taken back from an evicting cache; "
-                            "leave it out, or use a recipe that does not evict"
-                        )
-            if setting("cache_implementation") not in (None, "dynamic", "hybrid"):
-                raise KVCompressError(
-                    f"cache_implementation: {setting('cache_implementation')!r} asks for another cache; "
-                    "leave it out under kvcompress, or remove() the compression first"
-                )
-            if setting("use_cache") is False:
-                return original(*args, **kwargs)
-            cache = kwargs[named[0]] if named else self._fresh()
-            if not isinstance(cache, CompressedCache):
-                raise _foreign_cache(cache)
-            if not named:
-                kwargs[self._keyword] = cache
-            ids = inputs if isinstance(inputs, Tensor) and inputs.dim() == 2 else None
-            if ids is not None and cache.columns and ids.shape[1] > cache.columns and not cache.matches_history(ids):
-                raise CacheError(
-                    f"input_ids: the first {cache.columns} tokens differ from those this cache has seen; history "
-                    "cannot be edited in a compressed cache. Call cache.reset(), or pass only new tokens with a full "
-                    "attention_mask"
-                )
-            if ids is not None and not cache.columns and setting("prefill_chunk_size"):
-                cache.expect_prompt(ids, kwargs.get("attention_mask"))
-            return original(*args, **kwargs)
+        if self.config.evicts:
+            for name in _ASSISTED:
+                if setting(name) is not None:
+                    raise KVCompressError(
+                        f"{name}: drafted tokens that are rejected cannot be taken back from an evicting cache; "
+                        "leave it out, or use a recipe that does not evict"
+                    )
+        if setting("cache_implementation") not in (None, "dynamic", "hybrid"):
+            raise KVCompressError(
+                f"cache_implementation: {setting('cache_implementation')!r} asks for another cache; "
+                "leave it out under kvcompress, or remove() the compression first"
+            )
+        if setting("use_cache") is False:
+            return self._generate(*args, **kwargs)
+        cache = kwargs[named[0]] if named else self._fresh()
+        if not isinstance(cache, CompressedCache):
+            raise _foreign_cache(cache)
+        if not named:
+            kwargs[self._keyword] = cache
+        ids = inputs if isinstance(inputs, Tensor) and inputs.dim() == 2 else None
+        if ids is not None and cache.columns and ids.shape[1] > cache.columns and not cache.matches_history(ids):
+            raise CacheError(
+                f"input_ids: the first {cache.columns} tokens differ from those this cache has seen; history "
+                "cannot be edited in a compressed cache. Call cache.reset(), or pass only new tokens with a full "
+                "attention_mask"
+            )
+        if ids is not None and not cache.columns and setting("prefill_chunk_size"):
+            cache.expect_prompt(ids, kwargs.get("attention_mask"))
+        return self._generate(*args, **kwargs)
 
-        return generate
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        own = self._own_generate
+        return type(self.model).generate(self.model, *args, **kwargs) if own is None else own(*args, **kwargs)
+
+
+def _generate_of(kind: type[PreTrainedModel]) -> Callable[..., Any]:
+    """What ``model.generate`` is under compression, as a function of the model, so that a copied model runs its own."""
+
+    @functools.wraps(kind.generate)
+    def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        return model.__dict__[HANDLE].generate(*args, **kwargs)
+
+    return generate
 
 
 def cache_keyword(module: nn.Module) -> str:

@@ -241,3 +241,39 @@ def test_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedModelError, match=r"transformers 5\.16\.2.*at least 5\.17"):
         kvcompress.apply(model, "vase-attnv", **SMALL)
     assert snapshot(model) == before
+
+
+def test_a_copy_of_a_compressed_model_is_compressed_on_its_own() -> None:
+    """deepcopy takes the compression along: the copy must not run the original behind its back."""
+    model = tiny("llama")
+    ids = prompt(40)
+    with kvcompress.apply(model, "vase-attnv", **SMALL) as handle:
+        expected = generate(model, ids, NEW)
+        twin = copy.deepcopy(model)
+        randomize(model, 7)
+        assert torch.equal(generate(twin, ids, NEW), expected)
+        assert not torch.equal(generate(model, ids, NEW), expected)
+        copied = twin.__dict__["_kvcompress_handle"]
+        assert copied is not handle
+        assert copied.cache is not handle.cache
+        copied.remove()
+        assert "generate" not in twin.__dict__
+        assert handle.model is model
+        assert generate(model, ids, NEW).shape == (1, NEW)
+    assert torch.equal(generate(twin, ids, NEW), generate(tiny("llama"), ids, NEW))
+
+
+def test_a_generate_of_the_users_own_is_kept() -> None:
+    model = tiny("llama")
+    calls = []
+
+    def own(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(kwargs)
+        return type(model).generate(model, *args, **kwargs)
+
+    model.generate = own
+    with kvcompress.apply(model, "vase-attnv", **SMALL) as handle:
+        generate(model, prompt(40), NEW)
+        assert handle.stats().events[0] > 0
+    assert len(calls) == 1
+    assert model.generate is own

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from tiny import feed, tiny
+from tiny import feed, generate, tiny
 
 import kvcompress
 from kvcompress import store as store_module
@@ -130,3 +130,19 @@ def test_only_one_cache_is_held_over_two_generations():
         gc.collect()
         assert first() is None
         assert handle.cache.columns == 12
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_stored_as_it_is(dtype):
+    """Two bytes a number, and with room for everything the very output of the model's own attention."""
+    model = tiny("qwen3").to(dtype)
+    ids = torch.randint(2, 127, (2, 30), generator=torch.Generator().manual_seed(2))
+    own = generate(model, ids, 20)
+    with kvcompress.apply(model, "vase-attnv", budget=64, buffer=BUFFER) as handle:
+        assert torch.equal(generate(model, ids, 20), own)
+        assert {store.keys.dtype for store in handle.cache.stores} == {dtype}
+        assert handle.stats().bytes_full == 2 * 2 * 2 * 49 * 2 * 16 * 2
+    with kvcompress.apply(model, "vase-attnv", budget=BUDGET, buffer=BUFFER) as handle:
+        generate(model, ids, 20)
+        # One for the prompt, one for every 4 of the 19 tokens that were fed back.
+        assert handle.stats().events == [5, 5]
