@@ -77,13 +77,11 @@ def decode(store: SlotStore, local: int, plan: StepPlan, call: LayerCall) -> Ten
 
 def _write_decoded(store: SlotStore, local: int, plan: StepPlan, call: LayerCall) -> None:
     queries, keys, values = call.queries.detach(), call.keys.detach(), call.values.detach()
-    if plan.column is not None:
-        store.write_column(local, *plan.column, queries, keys, values)
-        return
-    for group in plan.groups:
-        rows, first = group.rows, [row.seen for row in group.before]
-        store.write(local, rows, [store.layout.next_slot(group.before[0])], keys[rows], values[rows], first)
-        store.write_queries(local, rows, queries[rows], first)
+    column = plan.column
+    if column is not None:
+        store.write_column(local, *column, queries, keys, values)
+    else:
+        store.write_one_each(local, *plan.indices(keys.device), queries, keys, values)
 
 
 def chunk(store: SlotStore, local: int, plan: StepPlan, call: LayerCall, sequences: list[int]) -> Tensor:

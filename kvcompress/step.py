@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class StepPlan:
 
     Attributes:
         decode: one real token for every row, written to its slot before attention.
-        column: (slot, position) of the new token where they are the same in all rows of a decode step; else None.
+        slots, times: slot and position of the new token of each row in a decode step; empty otherwise.
         groups: rows by what happens to them.
         span: slots that attention must read, (start, stop): all rows' tokens, in decode the new ones included.
         masked: not every slot of the span is in use in every row.
@@ -53,12 +53,29 @@ class StepPlan:
 
     length: int
     decode: bool
-    column: tuple[int, int] | None
+    slots: list[int]
+    times: list[int]
     groups: list[RowGroup]
     span: tuple[int, int]
     masked: bool
     stored: bool
     after: list[RowState]
+    _indices: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
+
+    @property
+    def column(self) -> tuple[int, int] | None:
+        """(slot, position) of the new token, where they are the same in all rows."""
+        if len(set(self.slots)) == 1 and len(set(self.times)) == 1:
+            return self.slots[0], self.times[0]
+        return None
+
+    def indices(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows, slots and times as (rows,) int64 tensors, made once per forward and device."""
+        if device not in self._indices:
+            host = (list(range(len(self.slots))), self.slots, self.times)
+            rows, slots, times = (torch.tensor(values).to(device, non_blocking=True) for values in host)
+            self._indices[device] = (rows, slots, times)
+        return self._indices[device]
 
 
 def new_tokens(valid: Sequence[Sequence[bool]] | None, rows: int, length: int) -> list[int]:
@@ -111,11 +128,11 @@ def plan_step(
     attended = [layout.appended(row, 1) for row in before] if decode else before
     span = hull(layout, attended)
     full = all(layout.span(row) == span and layout.is_contiguous(row) for row in attended)
-    columns = {(layout.next_slot(row), row.seen) for row in before} if decode else set()
     return StepPlan(
         length=length,
         decode=decode,
-        column=columns.pop() if len(columns) == 1 else None,
+        slots=[layout.next_slot(row) for row in before] if decode else [],
+        times=[row.seen for row in before] if decode else [],
         groups=groups,
         span=span,
         masked=not full,

@@ -179,6 +179,23 @@ class SlotStore:
         if self.queries is not None:
             self.queries[layer, :, :, time % self.queries.shape[3]] = queries[:, :, 0]
 
+    def write_one_each(
+        self, layer: int, rows: Tensor, slots: Tensor, times: Tensor, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> None:
+        """Write one new token per row, each into its own slot at its own position; shapes as in :meth:`write_column`.
+
+        Args:
+            rows, slots, times: (rows,) int64.
+        """
+        self.keys[layer][rows, :, slots] = keys[:, :, 0]
+        if self._values is not None:
+            self._values[layer][rows, :, slots] = values[:, :, 0]
+        self.positions[layer][rows, :, slots] = times[:, None].to(torch.int32)
+        if self.mass is not None:
+            self.mass[layer][rows, :, slots] = 0.0
+        if self.queries is not None:
+            self.queries[layer][rows, :, times % self.queries.shape[3]] = queries[:, :, 0]
+
     def write(
         self,
         layer: int,
