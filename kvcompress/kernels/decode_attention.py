@@ -76,6 +76,10 @@ def slot_attention(
         packed = queries.reshape(rows, keys.shape[1], group, queries.shape[-1])
         out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scaling)
         return out.reshape(rows, heads, 1, out.shape[-1])
+    if group > 1 and mask is not None and keys.device.type != "cpu":
+        # On accelerators only the kernel that holds all logits at once takes both a mask and grouped heads.
+        keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
+        group = 1
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling, enable_gqa=group > 1)
 
 
