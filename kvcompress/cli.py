@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shlex
@@ -17,13 +16,12 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from kvcompress.config import json_schema, load_config, recipe_names
+from kvcompress.cli_recipes import BAD_INPUT, AsJson, print_json, recipes_app
+from kvcompress.config import load_config
 from kvcompress.errors import ConfigError, KVCompressError
-from kvcompress.stages import nearest
 
 # Tokens that the two steps of the demo generate: minutes on two cores, and enough for the cache to be 4x smaller.
 _DEMO_TOKENS = (96, 128)
-BAD_INPUT = 2
 INTERRUPTED = 130
 # typer has its own copy of click in newer releases; either way this is the base of all usage errors.
 _UsageError: Any = typer.BadParameter.__mro__[2]
@@ -61,7 +59,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-recipes_app = typer.Typer(help="List, show and check recipes.", rich_markup_mode=None)
 app.add_typer(recipes_app, name="recipes")
 
 
@@ -94,7 +91,6 @@ Dtype = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; the first GPU if there is one.")]
 Seed = Annotated[int | None, typer.Option(help="Seed of sampling and of the recipe's random stages.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -175,7 +171,7 @@ def generate(
         console.stats_line(stats, len(tokens), streamer.tokens_per_second), style="dim", soft_wrap=True
     )
     if as_json:
-        _print_json(
+        print_json(
             {
                 "text": tokenizer.decode(tokens, skip_special_tokens=True),
                 "tokens": tokens.tolist(),
@@ -271,7 +267,7 @@ def compare(
         write_json(output_dir / "compare.json", document)
         write_figure(output_dir / "compare.png", comparison, _title(model, comparison))
     if as_json:
-        _print_json(document)
+        print_json(document)
     else:
         console.screen().print(console.comparison_table(comparison))
     if output_dir is not None:
@@ -314,62 +310,6 @@ def env() -> None:
 
     for name, value in bug_report().items():
         print(f"{name + ':':<15} {value}")
-
-
-@recipes_app.command("list")
-def list_recipes(as_json: AsJson = False) -> None:
-    """List the recipes that come with the package."""
-    from kvcompress import console
-
-    configs = [load_config(name) for name in recipe_names()]
-    if as_json:
-        _print_json(
-            [
-                {
-                    "name": config.name,
-                    "description": config.description,
-                    "stages": [{"stage": stage.stage, "role": stage.role} for stage in config.stages],
-                    "budget": config.budget,
-                    "buffer": config.buffer if config.evicts else None,
-                }
-                for config in configs
-            ]
-        )
-    else:
-        console.screen().print(console.recipes_table(configs))
-
-
-@recipes_app.command("show")
-def show_recipe(name: Annotated[str, typer.Argument(help="Name of a recipe.")]) -> None:
-    """Print a recipe as it comes with the package, to copy and change."""
-    if name not in recipe_names():
-        raise ConfigError(f"recipe: {name!r} does not come with the package; {nearest(name, recipe_names())}")
-    print((files("kvcompress.configs") / f"{name}.yaml").read_text(encoding="utf-8"), end="")
-
-
-@recipes_app.command("validate")
-def validate_recipes(paths: Annotated[list[str], typer.Argument(help="YAML files.", metavar="PATH...")]) -> None:
-    """Check recipe files: one line each, exit status 2 if any is bad."""
-    from kvcompress import console
-
-    bad = 0
-    for path in paths:
-        try:
-            config = load_config(Path(path))
-        except KVCompressError as error:
-            bad += 1
-            print(f"bad  {path}: {' '.join(str(error).split())}", file=sys.stderr)
-        else:
-            size = f"budget {config.budget}, buffer {config.buffer}" if config.evicts else "evicts nothing"
-            print(f"ok   {path}: {size}, stages {console.stages_in_short(config)}")
-    if bad:
-        raise typer.Exit(BAD_INPUT)
-
-
-@recipes_app.command("schema")
-def print_schema() -> None:
-    """Print the JSON schema of a recipe, for editors and validators."""
-    _print_json(json_schema())
 
 
 def _load(model: str, dtype: str | None, device: str | None) -> tuple[Any, Any]:
@@ -433,7 +373,3 @@ def _title(model: str, comparison: Any) -> str:
     if len(budgets) != 1:
         return f"{Path(model).name}: {len(comparison.results)} recipes"
     return f"{Path(model).name}: {len(bounded)} recipe{'s'[: len(bounded) > 1]} at a budget of {budgets.pop():,} tokens"
-
-
-def _print_json(document: Any) -> None:
-    print(json.dumps(document, indent=1, allow_nan=False, ensure_ascii=False))
