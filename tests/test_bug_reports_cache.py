@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Oracle
+from oracle import CLOSE, Oracle
 from tiny import PAD, distinct, feed, generate, left_padded, prompt, tiny
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -21,20 +21,7 @@ from kvcompress import CacheError, KVCompressError
 from kvcompress.cache import CompressedCache
 from kvcompress.model import cache_keyword
 
-# The oracle attends in float64, the model in float32.
-CLOSE = {"rtol": 2e-3, "atol": 2e-3}
 E24 = kvcompress.load_config("vase-attnv", budget=24, buffer=8)
-
-
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    return tiny("llama")
-
-
-@pytest.fixture(scope="module")
-def plain(llama: PreTrainedModel) -> PreTrainedModel:
-    """The same model, never compressed."""
-    return copy.deepcopy(llama)
 
 
 def state_of(cache: CompressedCache) -> tuple[Any, ...]:

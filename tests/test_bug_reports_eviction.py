@@ -12,7 +12,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from oracle import Oracle
+from oracle import CLOSE, Oracle
 from replay import Recorder, replay
 from tiny import WINDOW, distinct, feed, generate, left_padded, prompt, tiny
 from torch import Tensor
@@ -22,20 +22,7 @@ import kvcompress
 from kvcompress import ConfigError, KVCompressError, UnsupportedModelError
 from kvcompress.cache import CompressedCache
 
-# The oracle attends in float64, the model in float32.
-CLOSE = {"rtol": 2e-3, "atol": 2e-3}
 E24 = kvcompress.load_config("vase-attnv", budget=24, buffer=8)
-
-
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    return tiny("llama")
-
-
-@pytest.fixture(scope="module")
-def plain(llama: PreTrainedModel) -> PreTrainedModel:
-    """The same model, never compressed."""
-    return copy.deepcopy(llama)
 
 
 @pytest.mark.parametrize("recipe", ["vase-attnv", "h2o", "streaming-llm"])

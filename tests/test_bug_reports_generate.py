@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Oracle
+from oracle import CLOSE, Oracle
 from tiny import distinct, feed, left_padded, prompt, tiny
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -17,20 +17,7 @@ from transformers import PreTrainedModel
 import kvcompress
 from kvcompress.cache import CompressedCache
 
-# The oracle attends in float64, the model in float32.
-CLOSE = {"rtol": 2e-3, "atol": 2e-3}
 E24 = kvcompress.load_config("vase-attnv", budget=24, buffer=8)
-
-
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    return tiny("llama")
-
-
-@pytest.fixture(scope="module")
-def plain(llama: PreTrainedModel) -> PreTrainedModel:
-    """The same model, never compressed."""
-    return copy.deepcopy(llama)
 
 
 def decode(model: Any, cache: CompressedCache, ids: Tensor, steps: int) -> list[int]:

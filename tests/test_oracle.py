@@ -6,13 +6,11 @@ import copy
 
 import pytest
 import torch
-from oracle import Oracle
+from oracle import CLOSE, Oracle
 from tiny import feed, tiny
 
 import kvcompress
 
-# The oracle attends in float64, the model in float32.
-TOLERANCE = {"rtol": 2e-3, "atol": 2e-3}
 EVICTING = [name for name in kvcompress.recipe_names() if name != "full"]
 
 
@@ -71,7 +69,7 @@ def assert_follows_oracle(model, config, calls: list[list[list[int]]]) -> int:
             for row, oracle in enumerate(oracles):
                 if not chunk[row]:
                     continue
-                torch.testing.assert_close(logits[row, padding[row] :], oracle(chunk[row]), **TOLERANCE)
+                torch.testing.assert_close(logits[row, padding[row] :], oracle(chunk[row]), **CLOSE)
                 for layer in cache.compressed:
                     kept = cache.kept_positions(layer, row).tolist()
                     alive = [sorted(positions) for positions in oracle.alive[layer]]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from oracle import Oracle
+from oracle import CLOSE, Oracle
 from tiny import distinct, feed, generate, left_padded, prompt, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
@@ -15,20 +14,7 @@ from transformers import PreTrainedModel
 import kvcompress
 from kvcompress import CacheError, ConfigError, KVCompressError, UnsupportedModelError
 
-# The oracle attends in float64, the model in float32.
-CLOSE = {"rtol": 2e-3, "atol": 2e-3}
 E24 = kvcompress.load_config("vase-attnv", budget=24, buffer=8)
-
-
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    return tiny("llama")
-
-
-@pytest.fixture(scope="module")
-def plain(llama: PreTrainedModel) -> PreTrainedModel:
-    """The same model, never compressed."""
-    return copy.deepcopy(llama)
 
 
 def test_row_03_pads_are_neither_sinks_nor_attended(llama: PreTrainedModel) -> None:
