@@ -277,7 +277,7 @@ class CompressedCache(Cache):
         self.columns += plan.length
         self.identities.see(self._incoming)
         self._plan = self._incoming = None
-        if self.config.evicts and self.layout.slots > self.config.budget + self.config.buffer:  # type: ignore[operator]
+        if self.config.evicts and self.layout.slots > self.config.max_slots:
             self._shrink()
 
     def _compress_decoded(self, rows: list[int], states: list[RowState]) -> None:
@@ -296,10 +296,9 @@ class CompressedCache(Cache):
 
     def _shrink(self) -> None:
         """Return to K + B slots once no deferred prompt needs more."""
-        assert isinstance(self.config.budget, int)
-        limit = self.config.budget + self.config.buffer
+        limit = self.config.max_slots
         if all(row.held <= limit and (row.events or row.seen >= row.prompt) for row in self.rows):
-            self._relayout(self.rows, Layout(limit - 2 * self.config.buffer, self.config.buffer))
+            self._relayout(self.rows, Layout(self.config.old_slots, self.config.buffer))
 
     # -- cache operations ----------------------------------------------------------------------------------------
 
@@ -375,8 +374,7 @@ class CompressedCache(Cache):
                     f"crop: cannot remove {count} tokens of sequence {index}: it was compressed after "
                     f"{row.seen - row.ring} tokens, so at most {allowed} can be removed"
                 )
-            over = self.config.evicts and row.held >= self.config.budget + self.config.buffer  # type: ignore[operator]
-            if over and self.pipeline.window:
+            if self.config.evicts and row.held >= self.config.max_slots and self.pipeline.window:
                 raise CacheError(
                     f"crop: sequence {index} holds a deferred prompt whose last queries are needed; "
                     "set prefill: compress"

@@ -103,6 +103,17 @@ class CompressionConfig(BaseModel):
         """Whether any stage selects, so that memory is bounded."""
         return any(isinstance(stage, SelectStage) for stage in self.stages)
 
+    @property
+    def old_slots(self) -> int:
+        """M = K - B, the slots for tokens older than the buffer; of a recipe that evicts, its budget in tokens."""
+        assert isinstance(self.budget, int)
+        return self.budget - self.buffer
+
+    @property
+    def max_slots(self) -> int:
+        """K + B, the most slots ever in use; of a recipe that evicts, its budget in tokens."""
+        return self.old_slots + 2 * self.buffer
+
     def of_role(self, kind: type[_StageT]) -> tuple[_StageT, ...]:
         """The stages of one role, in order."""
         return tuple(stage for stage in self.stages if isinstance(stage, kind))

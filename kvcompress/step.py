@@ -149,16 +149,14 @@ def _compresses(config: CompressionConfig, row: RowState, new: int) -> bool:
     """
     if not config.evicts or not new:
         return False
-    assert isinstance(config.budget, int)
-    budget, buffer = config.budget, config.buffer
-    length = row.held + new
-    if length < budget + buffer:
+    length, buffer = row.held + new, config.buffer
+    if length < config.max_slots:
         return False
     if config.prefill == "defer" and row.events == 0:
         if row.seen < row.prompt:
             return False
-        if row.held >= budget + buffer:
-            return (length - budget) // buffer > (row.held - budget) // buffer
+        if row.held >= config.max_slots:
+            return (length - config.max_slots) // buffer > (row.held - config.max_slots) // buffer
     return True
 
 
@@ -168,31 +166,29 @@ def _state_after(
     if not compresses:
         # A long deferred prompt needs a larger layout; the cache provides it before anything is written.
         return layout.appended(row, new) if new else row
-    assert isinstance(config.budget, int)
     if decode:
         written = layout.appended(row, new)
         if is_steady(config, layout, written):
             return layout.rotated(written)
-    survivors = min(row.held + new - config.buffer, config.budget - config.buffer)
+    survivors = min(row.held + new - config.buffer, config.old_slots)
     return layout.compressed(replace(row, seen=row.seen + new), survivors)
 
 
 def is_steady(config: CompressionConfig, layout: Layout, row: RowState) -> bool:
     """Whether exactly K + B slots exist and all are in use, so that an event replaces slots in place."""
-    return layout.is_full(row) and row.held == config.budget + config.buffer  # type: ignore[operator]
+    return layout.is_full(row) and row.held == config.max_slots
 
 
 def slots_needed(config: CompressionConfig, rows: Sequence[RowState], counts: Sequence[int]) -> int:
     """Slots that the fullest row uses until it next compresses: K + B, or up to where a deferred prompt does."""
     if not config.evicts:
         return max(row.held + new for row, new in zip(rows, counts, strict=True))
-    assert isinstance(config.budget, int)
-    budget, buffer = config.budget, config.buffer
-    needed = budget + buffer
+    needed = config.max_slots
     for row, new in zip(rows, counts, strict=True):
         length = row.held + new
         if length >= needed and not _compresses(config, row, new):
-            needed = budget + ((length - budget) // buffer + 1) * buffer
+            buffers = (length - config.max_slots) // config.buffer + 1
+            needed = config.max_slots + buffers * config.buffer
     return needed
 
 
