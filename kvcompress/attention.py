@@ -50,14 +50,15 @@ def _wrapped_attention(name: str) -> AttentionFunction:
     def forward(
         module: nn.Module,
         query: Tensor,
-        key: Tensor | NewStates,
-        value: Tensor | NewStates,
+        key: Any,
+        value: Any,
         attention_mask: Tensor | None,
         *args: Any,
         scaling: float | None = None,
         dropout: float = 0.0,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        # Keys and values are marked states from a CompressedCache, or plain tensors from anything else.
         def dense(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
             scale = {} if scaling is None else {"scaling": scaling}
             return _original(name, module)(
@@ -65,17 +66,17 @@ def _wrapped_attention(name: str) -> AttentionFunction:
             )
 
         if isinstance(key, LatentStates):
-            new_keys, new_values = key.plain(), value.plain()  # type: ignore[union-attr]
+            new_keys, new_values = key.plain(), value.plain()
             latents = key.origin
             layer, keys, values = latents.layer, latents.keys, latents.latent
             queries = absorb(module, query, values.shape[-1])
             if layer.cache.columns == 0:
                 check_absorption(module, query, new_keys, queries, keys)
         elif isinstance(key, NewStates):
-            new_keys, new_values = key.states, value.states  # type: ignore[union-attr]
+            new_keys, new_values = key.states, value.states
             layer, keys, values, queries = key.layer, new_keys, new_values, query
         else:
-            return dense(key, value)  # type: ignore[arg-type]
+            return dense(key, value)
         if kwargs.get("position_bias") is not None:
             raise CacheError(f"{type(module).__name__}: adds a position bias to attention, which is not supported")
         latent = isinstance(key, LatentStates)

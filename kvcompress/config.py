@@ -137,7 +137,7 @@ class CompressionConfig(BaseModel):
 
     def with_fields(self, overrides: Mapping[str, Any]) -> CompressionConfig:
         """A copy with fields replaced; see :func:`load_config` for the spelling of ``overrides``."""
-        return _validate(_override(dict(self), overrides, self.name), self.name)
+        return load_config(self, overrides)
 
     def protected_bound(self, prompt_length: int = 0) -> int:
         """Most candidates that the protect stages can claim in one head, for a prompt of the given length."""

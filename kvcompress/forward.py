@@ -66,13 +66,21 @@ def decode(store: SlotStore, local: int, plan: StepPlan, call: LayerCall) -> Ten
     values = store.values[local, :, :, start:stop]
     mask = None
     if plan.masked:
-        mask = (store.positions[local, :, :1, start:stop] != EMPTY).unsqueeze(2)
+        device = keys.device
+        if device not in plan.in_use:
+            plan.in_use[device] = _slots_in_use(store, local, start, stop)
+        mask = plan.in_use[device]
     out = slot_attention(call.queries, keys, values, mask, call.scaling, call.softcap, call.sinks)
     if store.mass is not None:
         with torch.no_grad():
             mass = attention_mass(call.queries, keys, mask, call.scaling, call.softcap, call.sinks)
             store.mass[local, :, :, start:stop] += mass
     return call.project(out)
+
+
+def _slots_in_use(store: SlotStore, local: int, start: int, stop: int) -> Tensor:
+    """(rows, 1, 1, stop - start) bool; heads of a row use the same slots."""
+    return (store.positions[local, :, :1, start:stop] != EMPTY).unsqueeze(2)
 
 
 def _write_decoded(store: SlotStore, local: int, plan: StepPlan, call: LayerCall) -> None:
@@ -102,7 +110,7 @@ def chunk(store: SlotStore, local: int, plan: StepPlan, call: LayerCall, sequenc
         allowed = chunk_mask(call.mask, real, plan.length, device).expand(len(plan.after), -1, -1, -1)
     if stored:
         assert allowed is not None
-        in_use = (store.positions[local, :, :1, start:stop] != EMPTY).unsqueeze(2)
+        in_use = _slots_in_use(store, local, start, stop)
         allowed = torch.cat([in_use.expand(-1, -1, plan.length, -1), allowed], dim=-1)
         keys = torch.cat([store.keys[local, :, :, start:stop], keys], dim=2)
         values = torch.cat([store.values[local, :, :, start:stop], call.values], dim=2)

@@ -70,23 +70,23 @@ class LatentStates(Tensor):
         return result
 
 
-def absorb(module: nn.Module, queries: Tensor, rank: int) -> Tensor:
+def absorb(module: Any, queries: Tensor, rank: int) -> Tensor:
     """Queries over latents: (rows, heads, length, nope + rope) -> (rows, heads, length, rank + rope)."""
     nope = module.qk_nope_head_dim
     up_keys, _ = _up_projections(module, queries.shape[1], rank)
     return torch.cat([torch.matmul(queries[..., :nope], up_keys), queries[..., nope:]], dim=-1)
 
 
-def expand_output(module: nn.Module, out: Tensor) -> Tensor:
+def expand_output(module: Any, out: Tensor) -> Tensor:
     """Attention output over latents, (rows, heads, length, rank) -> (rows, heads, length, v_head_dim)."""
     _, up_values = _up_projections(module, out.shape[1], out.shape[-1])
     return torch.matmul(out, up_values.transpose(-1, -2))
 
 
-def _up_projections(module: nn.Module, heads: int, rank: int) -> tuple[Tensor, Tensor]:
+def _up_projections(module: Any, heads: int, rank: int) -> tuple[Tensor, Tensor]:
     """(heads, nope, rank) and (heads, v_head_dim, rank) parts of the expansion."""
-    weight: Tensor = module.kv_b_proj.weight  # type: ignore[union-attr, assignment]
-    nope: int = module.qk_nope_head_dim  # type: ignore[assignment]
+    weight: Tensor = module.kv_b_proj.weight
+    nope: int = module.qk_nope_head_dim
     per_head = weight.view(heads, -1, rank)
     return per_head[:, :nope], per_head[:, nope:]
 

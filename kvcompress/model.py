@@ -21,7 +21,7 @@ from kvcompress.errors import CacheError, KVCompressError
 from kvcompress.stats import CacheStats
 from kvcompress.support import HANDLE, PREFIX, attention_of, check_supported
 
-_ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate")
+_ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
 
 
 def apply(
@@ -130,7 +130,10 @@ class Handle:
         use_cache = given.get("use_cache")
         if use_cache is None:
             use_cache = getattr(module.config, "use_cache", True)
-        if cache is None and not use_cache:
+        inputs = given.get("input_ids")
+        tokens = inputs if inputs is not None else given.get("inputs_embeds")
+        if (cache is None and not use_cache) or tokens is None:
+            # Without tokens the model has an error message of its own.
             return args, kwargs
         if given.get("output_attentions"):
             raise KVCompressError(
@@ -145,11 +148,8 @@ class Handle:
             }
         elif not isinstance(cache, CompressedCache):
             raise _foreign_cache(cache)
-        inputs = given.get("input_ids")
-        embeds = given.get("inputs_embeds")
-        rows = inputs.shape[0] if inputs is not None else embeds.shape[0]  # type: ignore[union-attr]
         mask = given.get("attention_mask")
-        cache.observe_inputs(inputs, mask if isinstance(mask, Tensor) else None, rows)
+        cache.observe_inputs(inputs, mask if isinstance(mask, Tensor) else None, len(tokens))
         self.cache = cache
         return args, kwargs
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -25,14 +26,13 @@ class RowGroup:
 
     Attributes:
         rows: indices in the batch.
-        before, after: their states before and after the new tokens (and the event, if any).
+        before: their states before the new tokens.
         new: new tokens of each row, at the end of the chunk.
         compresses: an event follows the attention of these tokens.
     """
 
     rows: list[int]
     before: list[RowState]
-    after: list[RowState]
     new: int
     compresses: bool
 
@@ -49,6 +49,8 @@ class StepPlan:
         masked: not every slot of the span is in use in every row.
         stored: some row holds tokens from earlier calls.
         after: state of every row once the forward is complete.
+        in_use: (rows, 1, 1, stop - start) bool on each device, which slots of the span hold a token; the same in all
+            layers of a decode step, so the first layer that needs it leaves it here.
     """
 
     length: int
@@ -60,9 +62,10 @@ class StepPlan:
     masked: bool
     stored: bool
     after: list[RowState]
+    in_use: dict[torch.device, Tensor] = field(default_factory=dict)
     _indices: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def column(self) -> tuple[int, int] | None:
         """(slot, position) of the new token, where they are the same in all rows."""
         if len(set(self.slots)) == 1 and len(set(self.times)) == 1:
@@ -124,7 +127,7 @@ def plan_step(
     for (_, _, _, _, new, compresses), indices in members.items():
         for i in indices:
             after[i] = _state_after(config, layout, before[i], new, compresses, decode)
-        groups.append(RowGroup(indices, [before[i] for i in indices], [after[i] for i in indices], new, compresses))
+        groups.append(RowGroup(indices, [before[i] for i in indices], new, compresses))
     attended = [layout.appended(row, 1) for row in before] if decode else before
     span = hull(layout, attended)
     full = all(layout.span(row) == span and layout.is_contiguous(row) for row in attended)

@@ -8,7 +8,7 @@ holds what is decided on the host (:mod:`kvcompress.layout`); this file only mov
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -66,16 +66,17 @@ class SlotStore:
         self.pipeline = pipeline
         g = geometry
         shape = (len(self.layers), g.rows, g.kv_heads, layout.slots)
-        options = {"dtype": g.dtype, "device": g.device}
         # Zeros, since attention over a ragged batch reads unused slots, and masking doesn't remove NaN: 0 * NaN = NaN.
-        self.keys = torch.zeros(*shape, g.key_dim, **options)  # type: ignore[call-overload]
-        self._values = None if g.latent else torch.zeros(*shape, g.value_dim, **options)  # type: ignore[call-overload]
+        self.keys = torch.zeros((*shape, g.key_dim), dtype=g.dtype, device=g.device)
+        self._values: Tensor | None = None
+        if not g.latent:
+            self._values = torch.zeros((*shape, g.value_dim), dtype=g.dtype, device=g.device)
         self.positions = torch.full(shape, EMPTY, dtype=torch.int32, device=g.device)
         self.mass = torch.zeros(shape, dtype=torch.float32, device=g.device) if pipeline.needs_mass else None
         self.queries: Tensor | None = None
         if pipeline.window:
             window = (len(self.layers), g.rows, g.heads, pipeline.window, g.key_dim)
-            self.queries = torch.empty(window, **options)  # type: ignore[call-overload]
+            self.queries = torch.empty(window, dtype=g.dtype, device=g.device)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and tensors; the inverse is :meth:`from_state_dict`."""
@@ -135,25 +136,23 @@ class SlotStore:
         index = index.to(self.geometry.device)
         for name, tensor in self.tensors().items():
             setattr(self, name, tensor.index_select(1, index))
-        self._set_geometry(rows=len(index))
+        self.geometry = replace(self.geometry, rows=len(index))
 
     def to(self, device: torch.device) -> None:
         """Move everything to another device."""
         for name, tensor in self.tensors().items():
             setattr(self, name, tensor.to(device))
-        self._set_geometry(device=device)
-
-    def _set_geometry(self, **changes: object) -> None:
-        self.geometry = Geometry(**{**self.geometry.__dict__, **changes})
+        self.geometry = replace(self.geometry, device=device)
 
     def relayout(self, layout: Layout, before: Sequence[RowState], after: Sequence[RowState]) -> None:
         """Move to a layout with another number of old slots, each row from its ``before`` to its ``after`` slots."""
         fresh = SlotStore(self.layers, self.geometry, layout, self.pipeline)
+        held = self._per_slot()
         for row, (old, new) in enumerate(zip(before, after, strict=True)):
             source = self.index(self.layout.slots_in_use(old))
             target = self.index(layout.slots_in_use(new))
             for name, tensor in fresh._per_slot().items():
-                tensor[:, row, :, target] = self._per_slot()[name][:, row, :, source]
+                tensor[:, row, :, target] = held[name][:, row, :, source]
         for name, tensor in fresh.tensors().items():
             if name != "queries":
                 setattr(self, name, tensor)
@@ -204,7 +203,7 @@ class SlotStore:
         keys: Tensor,
         values: Tensor,
         first: Sequence[int],
-        mass: Tensor | None = None,
+        mass: Tensor | None,
     ) -> None:
         """Write the same number of new tokens into the same slots of several rows of one layer.
 
@@ -213,7 +212,8 @@ class SlotStore:
             slots: one slot per new token.
             keys, values: (len(rows), kv_heads, len(slots), dim).
             first: position of the first new token of each row.
-            mass: (len(rows), kv_heads, len(slots)) attention that the tokens have received already, or None.
+            mass: (len(rows), kv_heads, len(slots)) attention that the tokens have received already; None where nobody
+                accumulates it.
         """
         row = self.index(rows)[:, None]
         slot = self.index(slots)[None, :]
@@ -223,7 +223,8 @@ class SlotStore:
         positions = self.index(first)[:, None] + torch.arange(len(slots), device=self.geometry.device)
         self.positions[layer][row, :, slot] = positions[:, :, None].to(torch.int32)
         if self.mass is not None:
-            self.mass[layer][row, :, slot] = 0.0 if mass is None else mass.transpose(1, 2)
+            assert mass is not None
+            self.mass[layer][row, :, slot] = mass.transpose(1, 2)
 
     def write_queries(self, layer: int, rows: Sequence[int], queries: Tensor, first: Sequence[int]) -> None:
         """Remember the last queries of several rows of one layer.

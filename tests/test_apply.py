@@ -277,3 +277,12 @@ def test_a_generate_of_the_users_own_is_kept() -> None:
         assert handle.stats().events[0] > 0
     assert len(calls) == 1
     assert model.generate is own
+
+
+def test_a_call_without_tokens_gets_the_models_own_error() -> None:
+    model = tiny("llama")
+    with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds") as own:
+        model()
+    with kvcompress.apply(model, "vase-attnv", **SMALL), pytest.raises(ValueError, match="exactly one") as ours:
+        model()
+    assert str(ours.value) == str(own.value)
