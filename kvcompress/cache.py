@@ -21,14 +21,16 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from kvcompress import own_layers, saving
 from kvcompress.config import CompressionConfig, load_config
 from kvcompress.errors import CacheError, UnsupportedModelError
+from kvcompress.event import run_event
+from kvcompress.footprint import growing_layout
 from kvcompress.forward import LayerCall, chunk, decode
 from kvcompress.identity import Identities
 from kvcompress.layer import CompressedLayer
 from kvcompress.layout import Layout, RowState
 from kvcompress.pipeline import Pipeline, check_protected
 from kvcompress.stats import CacheStats
-from kvcompress.step import StepPlan, is_steady, new_tokens, plan_step, slots_needed, with_prompts
-from kvcompress.store import EMPTY, Geometry, SlotStore
+from kvcompress.step import StepPlan, new_tokens, plan_step, slots_needed, with_prompts
+from kvcompress.store import Geometry, SlotStore
 from kvcompress.support import PREFIX, compressible_layers, layer_devices
 
 # Slots are added to a cache that doesn't evict in steps of a quarter of its size, at least this many.
@@ -43,6 +45,8 @@ class CompressedCache(Cache):
         config: anything :func:`kvcompress.load_config` takes; its budget must be a number of tokens.
         sequence_ids: integers that key the random numbers of each sequence; by default a hash of its prompt and its
             occurrence among equal prompts of the batch, and the row index where token ids are not known.
+        reserve: tokens per sequence to make room for at once, where the recipe doesn't evict; without it the cache
+            grows in blocks, which copies what it holds.
 
     Raises:
         UnsupportedModelError: if no layer of the model can be compressed.
@@ -54,7 +58,9 @@ class CompressedCache(Cache):
         model: PreTrainedModel | PreTrainedConfig,
         config: str | Path | Mapping[str, Any] | CompressionConfig,
         sequence_ids: Sequence[int] | None = None,
+        reserve: int | None = None,
     ) -> None:
+        self.reserve = reserve
         self.config = load_config(config)
         if isinstance(self.config.budget, float):
             raise CacheError(
@@ -71,6 +77,7 @@ class CompressedCache(Cache):
         self.pipeline = Pipeline(self.config)
         self._placement = layer_devices(model) if isinstance(model, PreTrainedModel) else {}
         self.latent_rank: int | None = getattr(self.model_config, "kv_lora_rank", None)
+        self._storage = None if self.config.storage == "model" else getattr(torch, self.config.storage)
         self.identities = Identities(sequence_ids)
         self._forget()
 
@@ -139,7 +146,7 @@ class CompressedCache(Cache):
         plan = self._plan
         if plan is None:
             return
-        events = any(group.compresses for group in plan.groups)
+        events = any(group.event for group in plan.groups)
         if not plan.decode or events or self.pipeline.needs_mass or self.own_layers():
             raise CacheError(
                 "cache: an earlier call failed half way, so layers disagree about what they hold; call reset()"
@@ -163,7 +170,7 @@ class CompressedCache(Cache):
         if plan is None:
             raise CacheError(f"layer {layer} was called before layer {self.compressed[0]}, out of order")
         with torch.no_grad(), torch.inference_mode(False):
-            store, local = self._store_of(layer, call.geometry)
+            store, local = self._store_of(layer, call.geometry(self._storage))
         out = decode(store, local, plan, call) if plan.decode else chunk(store, local, plan, call, self._keys)
         if layer == self.compressed[-1]:
             self._finish(plan)
@@ -190,7 +197,7 @@ class CompressedCache(Cache):
             self.interior_padding = True
         states = with_prompts(states, counts, self.identities.prompt_lengths)
         needed = slots_needed(self.config, states, counts)
-        if needed > self.layout.slots:
+        if needed > self.layout.capacity:
             states = self._grow(states, needed)
         return plan_step(self.config, self.layout, states, counts, length)
 
@@ -222,11 +229,10 @@ class CompressedCache(Cache):
     def _grow(self, states: list[RowState], needed: int) -> list[RowState]:
         """Enlarge the layout to ``needed`` slots; returns the rows as they lie in it."""
         if self.config.evicts:
-            layout = Layout(needed - 2 * self.config.buffer, self.config.buffer)
-        else:
-            held = self.layout.slots
-            layout = Layout(max(needed, held + max(_GROWTH, held // 4)) if held else needed + _GROWTH, 0)
-        return self._relayout(states, layout)
+            return self._relayout(states, self.pipeline.layout(needed - 2 * self.config.buffer, self.config.buffer))
+        held = self.layout.capacity
+        room = max(needed, held + max(_GROWTH, held // 4)) if held else max(needed, self.reserve or needed + _GROWTH)
+        return self._relayout(states, growing_layout(self.pipeline, room))
 
     def _relayout(self, states: list[RowState], layout: Layout) -> list[RowState]:
         moved = [replace(layout.refilled(row)) for row in states]
@@ -267,38 +273,28 @@ class CompressedCache(Cache):
 
     def _finish(self, plan: StepPlan) -> None:
         """All layers have attended: compress what a decode step filled up, and commit the lengths."""
-        if plan.decode and any(group.compresses for group in plan.groups):
+        if plan.decode and any(group.event for group in plan.groups):
             self._check_unread_mask()
             with torch.no_grad(), torch.inference_mode(False):
                 for group in plan.groups:
-                    if group.compresses:
-                        self._compress_decoded(group.rows, [self.layout.appended(row, 1) for row in group.before])
+                    if group.event is None:
+                        continue
+                    written = [self.layout.appended(row, 1) for row in group.before]
+                    keys = [self._keys[row] for row in group.rows]
+                    for store in self.stores:
+                        run_event(store, group.rows, written, keys, group.event)
         self.rows = plan.after
         self.columns += plan.length
         self.identities.see(self._incoming)
         self._plan = self._incoming = None
-        if self.config.evicts and self.layout.slots > self.config.max_slots:
+        if self.config.evicts and self.layout.capacity > self.config.max_slots:
             self._shrink()
-
-    def _compress_decoded(self, rows: list[int], states: list[RowState]) -> None:
-        steady = is_steady(self.config, self.layout, states[0])
-        keyed = list(zip(rows, states, [self._keys[row] for row in rows], strict=True))
-        # In place, a store works on views of all rows or of one.
-        batches = [keyed] if not steady or len(rows) == len(self.rows) else [[row] for row in keyed]
-        for store in self.stores:
-            for batch in batches:
-                some, before, sequences = (list(column) for column in zip(*batch, strict=True))
-                if steady:
-                    store.compress_in_place(some, before, sequences)
-                    continue
-                for local in range(len(store.layers)):
-                    store.compress_rewriting(slice(local, local + 1), some, before, sequences)
 
     def _shrink(self) -> None:
         """Return to K + B slots once no deferred prompt needs more."""
         limit = self.config.max_slots
         if all(row.held <= limit and (row.events or row.seen >= row.prompt) for row in self.rows):
-            self._relayout(self.rows, Layout(self.config.old_slots, self.config.buffer))
+            self._relayout(self.rows, self.pipeline.layout(self.config.old_slots, self.config.buffer))
 
     # -- cache operations ----------------------------------------------------------------------------------------
 
@@ -368,11 +364,11 @@ class CompressedCache(Cache):
             )
         own_layers.check_can_roll_back(self.own_layers())
         for index, row in enumerate(self.rows):
-            allowed = row.ring if row.events else row.held
+            allowed = row.ring if row.events or self.layout.coded else row.held
             if count > allowed and row.seen > allowed:
                 raise CacheError(
-                    f"crop: cannot remove {count} tokens of sequence {index}: it was compressed after "
-                    f"{row.seen - row.ring} tokens, so at most {allowed} can be removed"
+                    f"crop: cannot remove {count} tokens of sequence {index}: its first {row.seen - row.ring} tokens "
+                    f"have been compressed, so at most {allowed} can be removed"
                 )
             if self.config.evicts and row.held >= self.config.max_slots and self.pipeline.window:
                 raise CacheError(
@@ -457,6 +453,5 @@ class CompressedCache(Cache):
         """Positions of the tokens held by one sequence in one layer: (kv_heads, tokens) int64, ascending."""
         for store in self.stores:
             if layer in store.layers:
-                positions = store.positions[store.layers.index(layer), row]
-                return positions[positions != EMPTY].reshape(positions.shape[0], -1).long().sort(dim=-1).values
+                return store.held_positions(store.layers.index(layer), row)
         raise CacheError(f"layer {layer}: holds no compressed tokens; compressed layers: {self.compressed}")

@@ -20,7 +20,17 @@ from pydantic import (
 )
 
 from kvcompress.errors import ConfigError
-from kvcompress.stages import ROLES, Protected, ProtectStage, ScoreStage, SelectStage, Stage, nearest, registered_stages
+from kvcompress.stages import (
+    ROLES,
+    Protected,
+    ProtectStage,
+    ScoreStage,
+    SelectStage,
+    Stage,
+    StoreStage,
+    nearest,
+    registered_stages,
+)
 
 _RECIPES = "kvcompress.configs"
 _StageT = TypeVar("_StageT", bound=Stage)
@@ -39,6 +49,8 @@ class CompressionConfig(BaseModel):
         prefill: ``compress`` applies the pipeline as soon as the prompt has been read, ``defer`` keeps a long prompt
             whole until decoding first reaches a multiple of the buffer past the budget (as published).
         check_finite: look for NaN and infinity among the candidates of each event.
+        storage: type that keys and values are stored in: the model's own, or ``float16`` or ``bfloat16``, which halve
+            the cache of a model that computes in float32.
         stages: protect, score, select and store stages, in this order.
     """
 
@@ -52,6 +64,7 @@ class CompressionConfig(BaseModel):
     seed: int = Field(0, ge=0, lt=2**64)
     prefill: Literal["compress", "defer"] = "compress"
     check_finite: bool = True
+    storage: Literal["model", "float16", "bfloat16"] = "model"
     stages: tuple[SerializeAsAny[Stage], ...] = ()
 
     @field_validator("budget", mode="before")
@@ -84,6 +97,7 @@ class CompressionConfig(BaseModel):
     @model_validator(mode="after")
     def _check_pipeline(self) -> Self:
         _check_roles(self.stages)
+        _check_store(self)
         if not self.evicts:
             if self.budget is not None:
                 raise ValueError(
@@ -102,6 +116,11 @@ class CompressionConfig(BaseModel):
     def evicts(self) -> bool:
         """Whether any stage selects, so that memory is bounded."""
         return any(isinstance(stage, SelectStage) for stage in self.stages)
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether a store stage keeps tokens in codes."""
+        return any(isinstance(stage, StoreStage) for stage in self.stages)
 
     @property
     def old_slots(self) -> int:
@@ -243,13 +262,21 @@ def _check_roles(stages: tuple[Stage, ...]) -> None:
         raise ValueError(f"stages: {len(selects)} select stages ({', '.join(selects)}); at most one is allowed")
     if selects and not scores:
         raise ValueError(f"stages: {selects[0]!r} has no score to select by; put a score stage before it")
+    stores = [stage for stage in stages if isinstance(stage, StoreStage)]
+    if len(stores) > 1:
+        names = ", ".join(stage.stage for stage in stores)
+        raise ValueError(f"stages: {len(stores)} store stages ({names}); at most one is allowed")
     if not selects:
-        useless = [stage.stage for stage in stages if stage.role in ("protect", "score")]
+        scored = any(stage.ranks_by_score for stage in stores)
+        useless = [s.stage for s in stages if s.role == "protect" or (s.role == "score" and not scored)]
         if useless:
             raise ValueError(
                 f"stages: {', '.join(useless)} without a select stage, so that nothing would be evicted; "
                 "add top_k or sample after the scores"
             )
+    unranked = [stage.stage for stage in stores if stage.ranks_by_score and not scores]
+    if unranked:
+        raise ValueError(f"stages: {unranked[0]!r} ranks tokens by their score; put a score stage before it")
     if any(s.needs_nonnegative_scores for s in stages if isinstance(s, SelectStage)):
         negative = [stage.stage for stage in scores if not stage.nonnegative or stage.weight < 0]
         if negative:
@@ -257,6 +284,17 @@ def _check_roles(stages: tuple[Stage, ...]) -> None:
                 f"stages: {selects[0]!r} reads scores as weights, but {', '.join(negative)} can be negative; "
                 f"set 'weights: softmax' on {selects[0]!r} or use top_k"
             )
+
+
+def _check_store(config: CompressionConfig) -> None:
+    for stage in config.of_role(StoreStage):
+        if config.evicts and config.prefill == "defer":
+            raise ValueError(
+                f"prefill: defer keeps a long prompt in full precision, which contradicts {stage.stage!r}; "
+                "use prefill: compress"
+            )
+        if not isinstance(config.budget, float):
+            stage.check_recipe(config.budget if config.evicts else None, config.buffer)
 
 
 def _check_windows(config: CompressionConfig) -> None:
@@ -386,7 +424,9 @@ def _describe(error: ValidationError, prefix: str = "", model: type[BaseModel] |
     for fault in error.errors():
         where = ".".join(str(part) for part in fault["loc"])
         message = fault["msg"].removeprefix("Value error, ")
-        if fault["type"] == "extra_forbidden" and model is not None:
+        if fault["type"] == "extra_forbidden" and len(fault["loc"]) > 1:
+            message = f"is not a setting of {'.'.join(map(str, fault['loc'][:-1]))}"
+        elif fault["type"] == "extra_forbidden" and model is not None:
             message = f"is not a field; {nearest(str(fault['loc'][-1]), model.model_fields)}"
         given = fault.get("input")
         shown = f" (got {given!r})" if where and not isinstance(given, (dict, list, tuple, BaseModel)) else ""

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kvcompress.event import run_event
 from kvcompress.kernels.decode_attention import attention_mass, slot_attention
+from kvcompress.kernels.segment_attention import Segment, segment_attention, segment_mass
 from kvcompress.step import RowGroup, StepPlan, chunk_mask
 from kvcompress.store import EMPTY, Geometry, SlotStore
 
@@ -38,15 +40,15 @@ class LayerCall:
     project: Callable[[Tensor], Tensor]
     latent: bool = False
 
-    @property
-    def geometry(self) -> Geometry:
+    def geometry(self, dtype: torch.dtype | None) -> Geometry:
+        """What a store for this layer looks like; ``dtype`` of its slots, None for the model's own."""
         return Geometry(
             rows=self.keys.shape[0],
             heads=self.queries.shape[1],
             kv_heads=self.keys.shape[1],
             key_dim=self.keys.shape[3],
             value_dim=self.values.shape[3],
-            dtype=self.keys.dtype,
+            dtype=dtype or self.keys.dtype,
             device=self.keys.device,
             latent=self.latent,
             scaling=self.scaling,
@@ -62,25 +64,56 @@ def decode(store: SlotStore, local: int, plan: StepPlan, call: LayerCall) -> Ten
     with torch.no_grad(), torch.inference_mode(False):
         _write_decoded(store, local, plan, call)
     start, stop = plan.span
-    keys = store.keys[local, :, :, start:stop]
-    values = store.values[local, :, :, start:stop]
-    mask = None
-    if plan.masked:
-        device = keys.device
-        if device not in plan.in_use:
-            plan.in_use[device] = _slots_in_use(store, local, start, stop)
-        mask = plan.in_use[device]
-    out = slot_attention(call.queries, keys, values, mask, call.scaling, call.softcap, call.sinks)
+    device = call.keys.device
+
+    def in_use(pool: int, slots: slice) -> Tensor:
+        if (device, pool) not in plan.in_use:
+            plan.in_use[device, pool] = _slots_in_use(store, local, pool, slots)
+        return plan.in_use[device, pool]
+
+    span = slice(start, stop)
+    mask = in_use(0, span) if plan.masked else None
+    keys, values = store.keys[local, :, :, span], store.values[local, :, :, span]
+    options = (call.scaling, call.softcap, call.sinks)
+    if store.rungs or keys.dtype != call.queries.dtype:
+        segments = [Segment(keys, values, mask), *_coded_segments(store, local, plan, in_use)]
+        out = segment_attention(call.queries, segments, *options)
+        if store.mass is not None:
+            _add_mass(store, local, plan, segment_mass(call.queries, segments, *options))
+        return call.project(out)
+    out = slot_attention(call.queries, keys, values, mask, *options)
     if store.mass is not None:
         with torch.no_grad():
-            mass = attention_mass(call.queries, keys, mask, call.scaling, call.softcap, call.sinks)
-            store.mass[local, :, :, start:stop] += mass
+            store.mass[local, :, :, span] += attention_mass(call.queries, keys, mask, *options)
     return call.project(out)
 
 
-def _slots_in_use(store: SlotStore, local: int, start: int, stop: int) -> Tensor:
-    """(rows, 1, 1, stop - start) bool; heads of a row use the same slots."""
-    return (store.positions[local, :, :1, start:stop] != EMPTY).unsqueeze(2)
+def _coded_segments(
+    store: SlotStore, local: int, plan: StepPlan, in_use: Callable[[int, slice], Tensor]
+) -> list[Segment]:
+    """The coded pools of a layer, those without tokens left out."""
+    return [
+        Segment(
+            store.coded(rung, "keys", local, slots),
+            store.coded(rung, "values", local, slots),
+            in_use(rung, slice(0, slots)) if plan.coded_masked else None,
+        )
+        for rung, slots in enumerate(plan.coded, start=1)
+        if slots
+    ]
+
+
+def _add_mass(store: SlotStore, local: int, plan: StepPlan, masses: list[Tensor]) -> None:
+    """Add the attention that the slots of the span and of the coded pools in use have received."""
+    rungs = [0, *(rung for rung, slots in enumerate(plan.coded, start=1) if slots)]
+    for rung, mass in zip(rungs, masses, strict=True):
+        start = 0 if rung else plan.span[0]
+        store.per_slot(rung)["mass"][local, :, :, start : start + mass.shape[-1]] += mass
+
+
+def _slots_in_use(store: SlotStore, local: int, rung: int, slots: slice) -> Tensor:
+    """(rows, 1, 1, slots) bool; heads of a row use the same slots."""
+    return (store.per_slot(rung)["positions"][local, :, :1, slots] != EMPTY).unsqueeze(2)
 
 
 def _write_decoded(store: SlotStore, local: int, plan: StepPlan, call: LayerCall) -> None:
@@ -98,38 +131,67 @@ def chunk(store: SlotStore, local: int, plan: StepPlan, call: LayerCall, sequenc
     Args:
         sequences: what keys the random numbers of each row.
     """
-    keys, device = call.keys, call.keys.device
-    start, stop = plan.span
-    stored = stop - start if plan.stored else 0
+    device = call.keys.device
     allowed = None
-    if stored or store.mass is not None:
+    if plan.stored or store.mass is not None:
         real = torch.zeros(len(plan.after), plan.length, dtype=torch.bool)
         for group in plan.groups:
             real[group.rows, plan.length - group.new :] = True
         real = real.to(device)
         allowed = chunk_mask(call.mask, real, plan.length, device).expand(len(plan.after), -1, -1, -1)
-    if stored:
+    options = (call.scaling, call.softcap, call.sinks)
+    segments: list[Segment] = []
+    if plan.stored:
         assert allowed is not None
-        in_use = _slots_in_use(store, local, start, stop)
-        allowed = torch.cat([in_use.expand(-1, -1, plan.length, -1), allowed], dim=-1)
-        keys = torch.cat([store.keys[local, :, :, start:stop], keys], dim=2)
-        values = torch.cat([store.values[local, :, :, start:stop], call.values], dim=2)
-        out = call.project(slot_attention(call.queries, keys, values, allowed, call.scaling, call.softcap, call.sinks))
+        segments = _segments(store, local, plan)
+        out = call.project(_attend_chunk(segments, call, allowed, options))
     else:
         out = call.dense()
     with torch.no_grad(), torch.inference_mode(False):
         mass = None
         if store.mass is not None:
             assert allowed is not None
-            counted = allowed & real[:, None, :, None]
-            mass = attention_mass(call.queries, keys, counted, call.scaling, call.softcap, call.sinks)
-            if stored:
-                store.mass[local, :, :, start:stop] += mass[..., :stored]
-            mass = mass[..., stored:]
+            segments.append(Segment(call.keys, call.values, allowed))
+            counted = [s._replace(mask=s.mask & real[:, None, :, None]) for s in segments if s.mask is not None]
+            *received, mass = segment_mass(call.queries, counted, *options)
+            if plan.stored:
+                _add_mass(store, local, plan, received)
         for group in plan.groups:
             if group.new:
                 _store_group(store, local, plan, group, call, mass, sequences)
     return out
+
+
+def _segments(store: SlotStore, local: int, plan: StepPlan) -> list[Segment]:
+    """What a layer holds, for queries of several tokens."""
+    span = slice(*plan.span)
+
+    def in_use(pool: int, slots: slice) -> Tensor:
+        return _slots_in_use(store, local, pool, slots).expand(-1, -1, plan.length, -1)
+
+    keys, values = store.keys[local, :, :, span], store.values[local, :, :, span]
+    coded = [
+        segment._replace(mask=in_use(rung, slice(0, segment.tokens)))
+        for rung, segment in zip(
+            (rung for rung, slots in enumerate(plan.coded, start=1) if slots),
+            _coded_segments(store, local, plan, in_use),
+            strict=True,
+        )
+    ]
+    return [Segment(keys, values, in_use(0, span)), *coded]
+
+
+def _attend_chunk(
+    segments: list[Segment], call: LayerCall, allowed: Tensor, options: tuple[float, float | None, Tensor | None]
+) -> Tensor:
+    """Attention of a chunk to what is stored and to itself, by ``allowed``."""
+    stored = segments[0]
+    own = Segment(call.keys, call.values, allowed)
+    if len(segments) > 1 or stored.keys.dtype != call.queries.dtype:
+        return segment_attention(call.queries, [*segments, own], *options)
+    keys, values = (torch.cat(pair, dim=2) for pair in ((stored.keys, own.keys), (stored.values, own.values)))
+    assert stored.mask is not None
+    return slot_attention(call.queries, keys, values, torch.cat([stored.mask, allowed], dim=-1), *options)
 
 
 def _store_group(
@@ -150,7 +212,7 @@ def _store_group(
         return part[:, :, plan.length - group.new :]
 
     store.write_queries(local, rows, of_rows(call.queries), first)
-    if not group.compresses:
+    if group.event is None:
         slots = store.layout.next_slots(group.before[0], group.new)
         received = None if mass is None else of_rows(mass)
         store.write(local, rows, slots, of_rows(call.keys), of_rows(call.values), first, received)
@@ -164,4 +226,4 @@ def _store_group(
     tokens["positions"] = positions[:, None].expand(-1, call.keys.shape[1], -1).to(torch.int32)
     states = [replace(row, seen=row.seen + group.new) for row in group.before]
     keyed = [sequences[row] for row in rows]
-    store.compress_rewriting(slice(local, local + 1), rows, states, keyed, tokens)
+    run_event(store, rows, states, keyed, group.event, local, tokens)

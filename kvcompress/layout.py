@@ -1,18 +1,29 @@
 """Where the tokens of a sequence lie in its slots, in plain integers of the host.
 
-The slots of one (layer, sequence, KV head) form three regions:
+The slots of one (layer, sequence, KV head) that hold tokens in the pools' own type form three regions:
 
     |  half X (B)  |      old slots (M)      |  half Y (B)  |
 
 Tokens fill the old slots, then Y upwards, then X *downwards*, so that the slots in use always form one contiguous
 span that attention can read without a mask. An event frees the half that holds the older tokens of the ring; new
-tokens fill it again, outwards from the old slots, so the span stays contiguous and the halves swap roles. Nothing
-here reads a device: lengths, events and spans are known on the host.
+tokens fill it again, outwards from the old slots, so the span stays contiguous and the halves swap roles.
+
+Under a store stage most old tokens lie in coded pools instead, and the middle region only holds the few that keep
+their precision. Tokens then always enter through the ring, and how many old ones are in which pool is a function of
+their number. Nothing here reads a device: lengths, events and spans are known on the host.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+
+Division = Callable[[int], tuple[int, ...]]
+
+
+def undivided(old: int) -> tuple[int, ...]:
+    """All old tokens keep their precision."""
+    return (old,)
 
 
 @dataclass(frozen=True)
@@ -42,40 +53,83 @@ class RowState:
 
 
 @dataclass(frozen=True)
+class Event:
+    """What follows the attention of a call: tokens leave the buffer, and candidates may have to go.
+
+    Attributes:
+        leaving: tokens that become old; negative where a row so short compresses that recent ones lie in old slots.
+        evicts: all but ``room`` candidates are evicted; otherwise all of them stay.
+        rotates: exactly the older half of a full ring leaves, so that everything else stays in its slots.
+        room: M, the candidates that an eviction leaves.
+    """
+
+    leaving: int
+    evicts: bool
+    rotates: bool
+    room: int
+
+
+@dataclass(frozen=True)
 class Layout:
-    """Sizes of the regions: ``old`` slots between two halves of ``buffer`` slots."""
+    """Room for ``old`` tokens, and for 2 * ``buffer`` recent ones in the two halves of the ring.
+
+    Attributes:
+        divide: how many of a number of old tokens keep their precision, and how many are in each coded pool; every
+            entry grows with the number.
+    """
 
     old: int
     buffer: int
+    divide: Division = undivided
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is room for."""
+        return self.old + 2 * self.buffer
+
+    @property
+    def high(self) -> int:
+        """Slots between the halves."""
+        return self.divide(self.old)[0]
+
+    @property
+    def coded(self) -> tuple[int, ...]:
+        """Slots of each coded pool."""
+        return self.divide(self.old)[1:]
 
     @property
     def slots(self) -> int:
-        return self.old + 2 * self.buffer
+        """Slots that hold tokens in the pools' own type."""
+        return self.high + 2 * self.buffer
 
     def ring_slot(self, index: int, flipped: bool) -> int:
         """Slot of the ring's token ``index``, 0 being the oldest."""
         half, depth = divmod(index, self.buffer)
         downwards = (half == 1) != flipped
-        return self.buffer - 1 - depth if downwards else self.buffer + self.old + depth
+        return self.buffer - 1 - depth if downwards else self.buffer + self.high + depth
+
+    def ring_slots(self, row: RowState) -> list[int]:
+        """Slots of the ring's tokens in order of time."""
+        return [self.ring_slot(index, row.flipped) for index in range(row.ring)]
 
     def slots_in_use(self, row: RowState) -> list[int]:
-        """Slots of all tokens: the old ones in slot order, then the ring in order of time."""
-        old = range(self.buffer, self.buffer + row.old)
-        return [*old, *(self.ring_slot(index, row.flipped) for index in range(row.ring))]
+        """Slots of all tokens outside the coded pools: the old ones in slot order, then the ring in order of time."""
+        return [*range(self.buffer, self.buffer + self.divide(row.old)[0]), *self.ring_slots(row)]
 
     def next_slots(self, row: RowState, count: int) -> list[int]:
         """Slots that the next ``count`` tokens go to; there must be room for them."""
-        return self.slots_in_use(self.appended(row, count))[row.held :] if count else []
+        used = self.divide(row.old)[0] + row.ring
+        return self.slots_in_use(self.appended(row, count))[used:] if count else []
 
     def next_slot(self, row: RowState) -> int:
         """Slot that the next token goes to."""
-        if row.ring == 0 and row.old < self.old:
+        if not self.coded and row.ring == 0 and row.old < self.old:
             return self.buffer + row.old
         return self.ring_slot(row.ring, row.flipped)
 
     def appended(self, row: RowState, count: int) -> RowState:
         """The row after ``count`` more tokens have been written."""
-        to_old = min(count, self.old - row.old) if row.ring == 0 else 0
+        to_old = min(count, self.old - row.old) if row.ring == 0 and not self.coded else 0
         return replace(row, seen=row.seen + count, old=row.old + to_old, ring=row.ring + count - to_old)
 
     def cropped(self, row: RowState, count: int) -> RowState:
@@ -83,45 +137,45 @@ class Layout:
         from_ring = min(count, row.ring)
         return replace(row, seen=row.seen - count, ring=row.ring - from_ring, old=row.old - (count - from_ring))
 
-    def compressed(self, row: RowState, survivors: int) -> RowState:
-        """The row after an event that rewrote all slots: survivors in the old slots, the recent ones in Y."""
-        return replace(row, old=survivors, ring=self.buffer, flipped=False, events=row.events + 1)
-
-    def rotated(self, row: RowState) -> RowState:
-        """The row after a steady event: the older half is free, the other one is the older now."""
-        return replace(row, ring=self.buffer, flipped=not row.flipped, events=row.events + 1)
+    def left(self, row: RowState, event: Event) -> RowState:
+        """The row after an event, once the new tokens have been written or counted in."""
+        old, ring = row.old + event.leaving, row.ring - event.leaving
+        if event.evicts:
+            old = min(old, event.room)
+        flipped = not row.flipped if event.rotates else False
+        return replace(row, old=old, ring=ring, flipped=flipped, events=row.events + event.evicts)
 
     def span(self, row: RowState) -> tuple[int, int]:
-        """(start, stop) of the smallest range of slots that holds all tokens of the row."""
-        start, stop = self.buffer, self.buffer + row.old
+        """(start, stop) of the smallest range of slots that holds all tokens outside the coded pools."""
+        start, stop = self.buffer, self.buffer + self.divide(row.old)[0]
         upwards, downwards = min(row.ring, self.buffer), max(0, row.ring - self.buffer)
         if row.flipped:
             upwards, downwards = downwards, upwards
         if downwards:
             start = self.buffer - downwards
         if upwards:
-            stop = self.buffer + self.old + upwards
+            stop = self.buffer + self.high + upwards
         return start, stop
 
     def is_contiguous(self, row: RowState) -> bool:
         """Whether every slot of the span is in use."""
         start, stop = self.span(row)
-        return stop - start == row.held
+        return stop - start == self.divide(row.old)[0] + row.ring
 
     def is_full(self, row: RowState) -> bool:
-        """Whether every slot is in use."""
-        return row.held == self.slots
+        """Whether there is no room for another token."""
+        return row.held == self.capacity
 
     def refilled(self, row: RowState) -> RowState:
         """The same row in this layout, coming from one with another number of old slots."""
-        if row.events:
+        if row.events or self.coded:
             return row
         fresh = replace(row, seen=row.seen - row.held, old=0, ring=0, flipped=False)
         return self.appended(fresh, row.held)
 
 
 def hull(layout: Layout, rows: list[RowState]) -> tuple[int, int]:
-    """Smallest range of slots that holds all tokens of all rows."""
+    """Smallest range of slots that holds all tokens of all rows, those in coded pools left out."""
     spans = [layout.span(row) for row in rows if row.held]
     if not spans:
         return layout.buffer, layout.buffer

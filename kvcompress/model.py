@@ -18,6 +18,7 @@ from kvcompress import attention
 from kvcompress.cache import CompressedCache
 from kvcompress.config import CompressionConfig, load_config
 from kvcompress.errors import CacheError, KVCompressError
+from kvcompress.shapes import check_codecs
 from kvcompress.stats import CacheStats
 from kvcompress.support import HANDLE, PREFIX, attention_of, check_supported
 
@@ -37,15 +38,16 @@ def apply(
     Args:
         model: a decoder-only transformers model.
         config: recipe name, path of a YAML file, dict or :class:`CompressionConfig`.
-        context_length: prompt and answer in tokens; needed where the budget is a ratio of it.
+        context_length: prompt and answer in tokens; needed where the budget is a ratio of it. A recipe that doesn't
+            evict makes room for so many tokens at once instead of growing.
         overrides, **fields: recipe fields to replace, as in :func:`kvcompress.load_config`.
 
     Returns:
         A handle, also a context manager, that reports and removes the compression.
 
     Raises:
-        ConfigError: if the recipe is not possible.
-        UnsupportedModelError: if the model cannot be compressed; it is left untouched.
+        ConfigError: if the recipe is not possible, or its codecs don't fit the head sizes of the model.
+        UnsupportedModelError: if the model cannot be compressed; in either case it is left untouched.
     """
     resolved = load_config(config, overrides, **fields)
     if isinstance(resolved.budget, float):
@@ -56,20 +58,22 @@ def apply(
             )
         resolved = resolved.resolve(context_length)
     check_supported(model)
-    return Handle(model, resolved)
+    check_codecs(resolved, model.config)
+    return Handle(model, resolved, None if resolved.evicts else context_length)
 
 
 class Handle:
     """A model under compression.
 
     Attributes:
-        model: the model. config: the recipe, resolved.
+        model: the model. config: the recipe, resolved. reserve: tokens that caches make room for at once, or None.
         cache: the cache of the latest call, or None. It is kept until the next call, or until :meth:`remove`.
     """
 
-    def __init__(self, model: PreTrainedModel, config: CompressionConfig) -> None:
+    def __init__(self, model: PreTrainedModel, config: CompressionConfig, reserve: int | None = None) -> None:
         self.model = model
         self.config = config
+        self.reserve = reserve
         self.cache: CompressedCache | None = None
         attention.register()
         self._decoder = model.get_decoder()
@@ -88,7 +92,7 @@ class Handle:
 
     def new_cache(self, sequence_ids: list[int] | None = None) -> CompressedCache:
         """An empty cache for this model, to pass by hand to ``model(...)`` or ``model.generate(...)``."""
-        return CompressedCache(self.model, self.config, sequence_ids)
+        return CompressedCache(self.model, self.config, sequence_ids, self.reserve)
 
     def stats(self) -> CacheStats:
         """What the cache of the latest call holds.

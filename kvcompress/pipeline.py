@@ -15,8 +15,10 @@ from torch import Tensor
 
 from kvcompress.config import CompressionConfig, load_config
 from kvcompress.errors import KVCompressError, NonFiniteError
+from kvcompress.kernels.value_statistics import Statistic
+from kvcompress.layout import Layout
 from kvcompress.scoring import TokenStatistics, largest
-from kvcompress.stages import ProtectStage, ScoreStage, SelectStage
+from kvcompress.stages import ProtectStage, ScoreStage, SelectStage, StoreStage
 
 
 class Selection(NamedTuple):
@@ -42,8 +44,33 @@ class Pipeline:
         self.score = config.of_role(ScoreStage)
         selects = config.of_role(SelectStage)
         self.selector = selects[0] if selects else None
+        stores = config.of_role(StoreStage)
+        self.store = stores[0] if stores else None
         self.window = max((stage.queries_needed(config.buffer) for stage in config.stages), default=0)
         self.needs_mass = any(stage.needs_mass for stage in config.stages)
+        # Codes don't give the statistics back, so they are kept.
+        kept = {name for stage in config.stages for name in stage.statistics} if self.store else set()
+        self.statistics: tuple[Statistic, ...] = tuple(sorted(kept))
+
+    def layout(self, old: int, buffer: int) -> Layout:
+        """Room for ``old`` tokens beside the ring, divided as the store stage wants it."""
+        return Layout(old, buffer) if self.store is None else Layout(old, buffer, self._divide)
+
+    def _divide(self, old: int) -> tuple[int, ...]:
+        assert self.store is not None
+        budget = self.config.budget if self.config.evicts else None
+        assert not isinstance(budget, float)
+        return self.store.divide(old, budget)
+
+    def precision(self, tokens: TokenStatistics, scores: Tensor | None) -> Tensor:
+        """(rows, kv_heads, N) float32 by which the store stage orders candidates, the highest precision first."""
+        assert self.store is not None
+        return self.store.rank(tokens, scores).nan_to_num(nan=-torch.inf)
+
+    def score_all(self, tokens: TokenStatistics) -> Tensor:
+        """(rows, kv_heads, N) float32 combined scores, for a store stage that ranks by them."""
+        order = torch.argsort(tokens.positions, dim=-1)
+        return self._combined_score(tokens.permuted(order)).gather(-1, torch.argsort(order, dim=-1))
 
     def select(self, tokens: TokenStatistics, in_order: bool = False) -> Selection:
         """Run the stages. The result doesn't depend on the order of the candidates.

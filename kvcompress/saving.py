@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcompress import own_layers
 from kvcompress.errors import CacheError
-from kvcompress.layout import Layout, RowState
+from kvcompress.layout import RowState
 from kvcompress.store import SlotStore
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def load_state(cache: CompressedCache, state: Mapping[str, Any]) -> None:
     cache.reset()
     cache.columns = state["columns"]
     cache.rows = [RowState(*row) for row in state["rows"]]
-    cache.layout = Layout(*state["layout"])
+    cache.layout = cache.pipeline.layout(*state["layout"])
     cache.interior_padding = state["interior_padding"]
     cache.identities.load_state_dict(state["identities"])
     cache.stores = [SlotStore.from_state_dict(entry, cache.layout, cache.pipeline) for entry in state["stores"]]

@@ -36,6 +36,8 @@ class TokenStatistics:
         budget, buffer: K and B of the recipe.
         scaling: factor on query-key products, 1 / sqrt(head_dim) as a rule.
         mass: (rows, kv_heads, N) float32, attention received so far, or None where nobody accumulates it.
+        known: statistics of the value vectors by name, (rows, kv_heads, N) float32, taken when the tokens left the
+            buffer; what is not known is computed from ``values``.
     """
 
     keys: Tensor
@@ -51,7 +53,7 @@ class TokenStatistics:
     buffer: int
     scaling: float
     mass: Tensor | None = None
-    _values: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    known: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -66,9 +68,9 @@ class TokenStatistics:
 
     def value_statistic(self, statistic: Statistic) -> Tensor:
         """(rows, kv_heads, N) float32; see :func:`kvcompress.kernels.value_statistics.value_statistic`."""
-        if statistic not in self._values:
-            self._values[statistic] = value_statistic(self.values, statistic)
-        return self._values[statistic]
+        if statistic not in self.known:
+            self.known[statistic] = value_statistic(self.values, statistic)
+        return self.known[statistic]
 
     def window_scores(self, window: int | None = None, temperature: float = 1.0) -> Tensor:
         """(rows, kv_heads, group, N) float32: see :func:`kvcompress.kernels.window_scores.window_scores`.
@@ -130,7 +132,7 @@ class TokenStatistics:
             values=self.values.gather(2, wide.expand_as(self.values)),
             positions=self.positions.gather(2, order),
             mass=None if self.mass is None else self.mass.gather(2, order),
-            _values={},
+            known={name: statistic.gather(2, order) for name, statistic in self.known.items()},
         )
 
 

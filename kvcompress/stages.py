@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
@@ -20,9 +20,13 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from torch import Tensor
 
 from kvcompress.errors import ConfigError
+from kvcompress.kernels.value_statistics import Statistic
+from kvcompress.quant.codec import Codec
 from kvcompress.scoring import TokenStatistics
 
 ENTRY_POINT_GROUP = "kvcompress.stages"
+
+_BUILTIN = ("kvcompress.policies:STAGES", "kvcompress.quant:STAGES")
 
 Role = Literal["protect", "score", "select", "store"]
 ROLES: tuple[Role, ...] = ("protect", "score", "select", "store")
@@ -64,6 +68,11 @@ class Stage(BaseModel, ABC):
     def needs_mass(self) -> bool:
         """Whether the wrapper must accumulate the attention that every slot receives."""
         return False
+
+    @property
+    def statistics(self) -> tuple[Statistic, ...]:
+        """Statistics of value vectors that the stage looks at; under a store stage they are kept beside the codes."""
+        return ()
 
 
 class ProtectStage(Stage):
@@ -123,10 +132,93 @@ class SelectStage(Stage):
         """
 
 
+class Rung(NamedTuple):
+    """One precision below the pools' own type."""
+
+    keys: Codec
+    values: Codec
+
+    @property
+    def label(self) -> str:
+        """Short name, such as int4, or k:int8,v:int4 where keys and values differ."""
+        keys, values = self.keys.label, self.values.label
+        return keys if keys == values else f"k:{keys},v:{values}"
+
+
 class StoreStage(Stage):
-    """Assigns a precision to survivors; none is built in yet, so survivors keep the model's own."""
+    """Assigns a precision to the tokens that leave the buffer and survive. Codes are final: a token is encoded once.
+
+    A token that leaves the buffer competes with those that have kept their precision so far; who loses is encoded,
+    into the highest rung that has a free slot.
+    """
 
     role: ClassVar[Role] = "store"
+
+    @property
+    @abstractmethod
+    def rungs(self) -> tuple[Rung, ...]:
+        """The codecs, from the highest precision down."""
+
+    @abstractmethod
+    def divide(self, old: int, budget: int | None) -> tuple[int, ...]:
+        """How many of ``old`` tokens keep their precision, and how many are on each rung.
+
+        Args:
+            old: tokens older than the buffer, 0 or more.
+            budget: K of a recipe that evicts; None for one whose cache grows.
+
+        Returns:
+            1 + len(rungs) counts that add up to ``old``, each of which grows with it.
+        """
+
+    @abstractmethod
+    def rank(self, tokens: TokenStatistics, scores: Tensor | None) -> Tensor:
+        """(rows, kv_heads, N) float32; higher keeps more bits, equal ones favour the more recent token.
+
+        Args:
+            scores: (rows, kv_heads, N) what the score stages gave; None unless :attr:`ranks_by_score`.
+        """
+
+    @property
+    def ranks_by_score(self) -> bool:
+        """Whether :meth:`rank` needs the scores of the score stages."""
+        return False
+
+    def check_recipe(self, budget: int | None, buffer: int) -> None:
+        """Refuse settings that make no sense in the recipe around them.
+
+        Args:
+            budget: K of a recipe that evicts; None for one whose cache grows.
+
+        Raises:
+            ValueError: naming the setting and what is allowed.
+        """
+        for rung in self.rungs:
+            for name, codec in zip(rung._fields, rung, strict=True):
+                block = codec.block_tokens
+                if block > 1 and budget is not None:
+                    raise ValueError(
+                        f"{self.stage}.{name}: {codec.label} shares metadata among {block} consecutive tokens, which "
+                        "eviction would tear apart; use a per-token codec or drop the select stage"
+                    )
+                if block > 1 and (buffer % block or self.divide(4 * block, None) != (0, 4 * block)):
+                    raise ValueError(
+                        f"{self.stage}.{name}: {codec.label} needs every token in its place: a buffer that is a "
+                        f"multiple of {block} (it is {buffer}), and no token in full precision but those of the buffer"
+                    )
+
+    def check(self, dims: Mapping[str, int]) -> None:
+        """Refuse vectors that the codecs cannot hold.
+
+        Args:
+            dims: size of the vectors of ``keys`` and of ``values``.
+
+        Raises:
+            ConfigError: naming the setting and what is allowed.
+        """
+        for rung in self.rungs:
+            for name, dim in dims.items():
+                getattr(rung, name).check(dim, f"{self.stage}.{name}")
 
 
 @cache
@@ -136,13 +228,13 @@ def registered_stages() -> dict[str, type[Stage]]:
     Raises:
         ConfigError: if a package's entry point is broken or claims a name that is taken.
     """
-    from kvcompress.policies import STAGES
+    from kvcompress import policies, quant
 
     found: dict[str, type[Stage]] = {}
-    for stage in STAGES:
+    for stage in (*policies.STAGES, *quant.STAGES):
         _register(found, stage, "kvcompress")
     for point in entry_points(group=ENTRY_POINT_GROUP):
-        if point.value == "kvcompress.policies:STAGES":
+        if point.value in _BUILTIN:
             continue
         try:
             loaded = point.load()

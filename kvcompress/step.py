@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvcompress.config import CompressionConfig
 from kvcompress.errors import CacheError
-from kvcompress.layout import Layout, RowState, hull
+from kvcompress.layout import Event, Layout, RowState, hull
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class RowGroup:
         rows: indices in the batch.
         before: their states before the new tokens.
         new: new tokens of each row, at the end of the chunk.
-        compresses: an event follows the attention of these tokens.
+        event: what follows the attention of these tokens, or None.
     """
 
     rows: list[int]
     before: list[RowState]
     new: int
-    compresses: bool
+    event: Event | None
 
 
 @dataclass
@@ -47,10 +47,12 @@ class StepPlan:
         groups: rows by what happens to them.
         span: slots that attention must read, (start, stop): all rows' tokens, in decode the new ones included.
         masked: not every slot of the span is in use in every row.
+        coded: slots of each coded pool that attention must read, from 0.
+        coded_masked: rows use different numbers of them.
         stored: some row holds tokens from earlier calls.
         after: state of every row once the forward is complete.
-        in_use: (rows, 1, 1, stop - start) bool on each device, which slots of the span hold a token; the same in all
-            layers of a decode step, so the first layer that needs it leaves it here.
+        in_use: (rows, 1, 1, slots) bool by device and pool, 0 being the span and 1, 2, ... the coded pools: which
+            slots hold a token; the same in all layers of a decode step, so the first one that needs it leaves it here.
     """
 
     length: int
@@ -60,9 +62,11 @@ class StepPlan:
     groups: list[RowGroup]
     span: tuple[int, int]
     masked: bool
+    coded: tuple[int, ...]
+    coded_masked: bool
     stored: bool
     after: list[RowState]
-    in_use: dict[torch.device, Tensor] = field(default_factory=dict)
+    in_use: dict[tuple[torch.device, int], Tensor] = field(default_factory=dict)
     _indices: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
 
     @cached_property
@@ -117,19 +121,20 @@ def plan_step(
         rows: states before it. counts: real new tokens of each row. length: columns of the call.
     """
     decode = length == 1 and all(counts) and all(row.seen for row in rows)
-    members: dict[tuple[int, int, bool, bool, int, bool], list[int]] = defaultdict(list)
+    members: dict[tuple[int, int, bool, bool, int, Event | None], list[int]] = defaultdict(list)
     before = list(rows)
     for i, row in enumerate(before):
-        compresses = _compresses(config, row, counts[i])
-        members[(row.old, row.ring, row.flipped, bool(row.events), counts[i], compresses)].append(i)
+        event = _event(config, layout, row, counts[i], decode)
+        members[(row.old, row.ring, row.flipped, bool(row.events), counts[i], event)].append(i)
     groups = []
     after = list(before)
-    for (_, _, _, _, new, compresses), indices in members.items():
+    for (_, _, _, _, new, event), indices in members.items():
         for i in indices:
-            after[i] = _state_after(config, layout, before[i], new, compresses, decode)
-        groups.append(RowGroup(indices, [before[i] for i in indices], new, compresses))
+            after[i] = _state_after(layout, before[i], new, event, decode)
+        groups.append(RowGroup(indices, [before[i] for i in indices], new, event))
     attended = [layout.appended(row, 1) for row in before] if decode else before
     span = hull(layout, attended)
+    divided = [layout.divide(row.old)[1:] for row in attended]
     full = all(layout.span(row) == span and layout.is_contiguous(row) for row in attended)
     return StepPlan(
         length=length,
@@ -139,6 +144,8 @@ def plan_step(
         groups=groups,
         span=span,
         masked=not full,
+        coded=tuple(max(counts) for counts in zip(*divided, strict=True)),
+        coded_masked=len(set(divided)) > 1,
         stored=any(row.held for row in before),
         after=after,
     )
@@ -163,29 +170,44 @@ def _compresses(config: CompressionConfig, row: RowState, new: int) -> bool:
     return True
 
 
-def _state_after(
-    config: CompressionConfig, layout: Layout, row: RowState, new: int, compresses: bool, decode: bool
-) -> RowState:
-    if not compresses:
+def _event(config: CompressionConfig, layout: Layout, row: RowState, new: int, decode: bool) -> Event | None:
+    """What follows the attention of ``new`` more tokens of a row."""
+    buffer, ring = config.buffer, _with_new(layout, row, new, decode).ring
+    if _compresses(config, row, new):
+        evicts, room, recent = True, config.old_slots, buffer
+    elif layout.coded and ring >= 2 * buffer:
+        # The ring is full. Without eviction, tokens leave it in whole blocks of B; with it, as many as there is room
+        # for, so that the first compression comes when K + B tokens are held, with or without codes.
+        evicts, room = False, layout.old
+        leaving = min(ring - buffer, layout.old - row.old) if config.evicts else (ring - buffer) // buffer * buffer
+        recent = ring - leaving
+    else:
+        return None
+    leaving = ring - recent
+    in_place = layout.coded or layout.old == room
+    return Event(leaving, evicts, decode and in_place and ring == 2 * buffer and leaving == buffer, room)
+
+
+def _with_new(layout: Layout, row: RowState, new: int, decode: bool) -> RowState:
+    """The row that an event meets: a decoded token lies in its slot, a chunk comes behind the ring."""
+    if decode:
+        return layout.appended(row, new)
+    return replace(row, seen=row.seen + new, ring=row.ring + new)
+
+
+def _state_after(layout: Layout, row: RowState, new: int, event: Event | None, decode: bool) -> RowState:
+    if event is None:
         # A long deferred prompt needs a larger layout; the cache provides it before anything is written.
         return layout.appended(row, new) if new else row
-    if decode:
-        written = layout.appended(row, new)
-        if is_steady(config, layout, written):
-            return layout.rotated(written)
-    survivors = min(row.held + new - config.buffer, config.old_slots)
-    return layout.compressed(replace(row, seen=row.seen + new), survivors)
-
-
-def is_steady(config: CompressionConfig, layout: Layout, row: RowState) -> bool:
-    """Whether exactly K + B slots exist and all are in use, so that an event replaces slots in place."""
-    return layout.is_full(row) and row.held == config.max_slots
+    return layout.left(_with_new(layout, row, new, decode), event)
 
 
 def slots_needed(config: CompressionConfig, rows: Sequence[RowState], counts: Sequence[int]) -> int:
-    """Slots that the fullest row uses until it next compresses: K + B, or up to where a deferred prompt does."""
+    """Tokens that there must be room for until the next event: K + B, or as many as a deferred prompt has then."""
     if not config.evicts:
-        return max(row.held + new for row, new in zip(rows, counts, strict=True))
+        held = max(row.held + new for row, new in zip(rows, counts, strict=True))
+        # With codes, room for old tokens in whole blocks, and for a full ring.
+        return held if not config.quantizes else held // config.buffer * config.buffer + config.buffer
     needed = config.max_slots
     for row, new in zip(rows, counts, strict=True):
         length = row.held + new

@@ -1,34 +1,33 @@
 """SlotStore: the cached tokens of a group of layers in fixed slots, replaced in place (design section 5).
 
 Softmax attention doesn't care in which order it meets keys whose position is baked in, so an event overwrites the
-slots of the tokens that leave with the tokens that come in, and moves at most ``buffer`` rows per head. Which slot
-holds what is decided on the host (:mod:`kvcompress.layout`); this file only moves rows of tensors.
+slots of the tokens that leave with the tokens that come in. Which slot holds what is decided on the host
+(:mod:`kvcompress.layout`), what stays at which precision by an event (:mod:`kvcompress.event`); this file holds the
+tensors and moves rows of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from kvcompress.kernels.replace_slots import replace_slots, replacement_plan
 from kvcompress.layout import Layout, RowState
-from kvcompress.pipeline import Pipeline, check_finite
-from kvcompress.scoring import TokenStatistics
+from kvcompress.pipeline import Pipeline
+from kvcompress.quant.coded import Coded
+from kvcompress.stages import Rung
 
 EMPTY = -1
-# An event gathers the candidates of several layers at once, as many as stay below this many elements (256 MiB in fp32).
-_EVENT_ELEMENTS = 1 << 26
 
 
 @dataclass(frozen=True)
 class Geometry:
     """What the layers of a store share, scaling of the logits included, since an event scores all layers at once.
 
-    ``latent`` layers keep values as the first channels of keys.
+    ``dtype`` is that of the slots. ``latent`` layers keep values as the first channels of keys.
     """
 
     rows: int
@@ -43,9 +42,14 @@ class Geometry:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values in one layer."""
+        """Bytes of one token's keys and values in one layer, in the type of the slots."""
         channels = self.key_dim if self.latent else self.key_dim + self.value_dim
         return self.kv_heads * channels * self.dtype.itemsize
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """Size of the vectors that are stored, by the names of a rung's codecs."""
+        return {"keys": self.key_dim} if self.latent else {"keys": self.key_dim, "values": self.value_dim}
 
 
 class SlotStore:
@@ -53,10 +57,15 @@ class SlotStore:
 
     Attributes:
         layers: indices of the layers, in the order of the leading axis.
-        keys: (layers, rows, kv_heads, slots, key_dim). values: (layers, rows, kv_heads, slots, value_dim).
-        positions: (layers, rows, kv_heads, slots) int32, -1 where the slot is empty.
-        mass: (layers, rows, kv_heads, slots) float32 attention received so far, or None.
-        queries: (layers, rows, heads, window, key_dim), the query of token t at t mod window, or None.
+        tensors: everything held, by name; the first two axes are (layers, rows).
+            ``keys``, ``values``: (layers, rows, kv_heads, slots, dim); no ``values`` where they are channels of keys.
+            ``positions``: (layers, rows, kv_heads, slots) int32, -1 where the slot is empty.
+            ``mass``: (layers, rows, kv_heads, slots) float32 attention received so far, if a stage adds it up.
+            ``statistic.NAME``: (layers, rows, kv_heads, slots), of the value vectors of old tokens under a store stage.
+            ``queries``: (layers, rows, heads, window, key_dim), the query of token t at t mod window, if a stage
+            looks at queries.
+            ``rungR.keys.PART``, ``rungR.values.PART``: parts of the codes of coded pool R = 1, 2, ..., and
+            ``rungR.positions`` and so on, as above.
     """
 
     def __init__(self, layers: Sequence[int], geometry: Geometry, layout: Layout, pipeline: Pipeline) -> None:
@@ -64,25 +73,104 @@ class SlotStore:
         self.geometry = geometry
         self.layout = layout
         self.pipeline = pipeline
-        g = geometry
-        shape = (len(self.layers), g.rows, g.kv_heads, layout.slots)
-        # Zeros, since attention over a ragged batch reads unused slots, and masking doesn't remove NaN: 0 * NaN = NaN.
-        self.keys = torch.zeros((*shape, g.key_dim), dtype=g.dtype, device=g.device)
-        self._values: Tensor | None = None
-        if not g.latent:
-            self._values = torch.zeros((*shape, g.value_dim), dtype=g.dtype, device=g.device)
-        self.positions = torch.full(shape, EMPTY, dtype=torch.int32, device=g.device)
-        self.mass = torch.zeros(shape, dtype=torch.float32, device=g.device) if pipeline.needs_mass else None
-        self.queries: Tensor | None = None
+        if pipeline.store is not None:
+            pipeline.store.check(geometry.dims)
+        self.tensors: dict[str, Tensor] = {}
+        for name, (shape, dtype) in self._shapes(layout).items():
+            # Zeros, since attention over a ragged batch reads unused slots, and masking doesn't remove NaN: 0 * NaN.
+            fill = EMPTY if name.endswith("positions") else 0
+            self.tensors[name] = torch.full(shape, fill, dtype=dtype, device=geometry.device)
+
+    def _shapes(self, layout: Layout) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        g, pipeline = self.geometry, self.pipeline
+        leading = (len(self.layers), g.rows)
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+
+        def add_per_slot(prefix: str, slots: int) -> None:
+            per_slot = (*leading, g.kv_heads, slots)
+            shapes[prefix + "positions"] = (per_slot, torch.int32)
+            if pipeline.needs_mass:
+                shapes[prefix + "mass"] = (per_slot, torch.float32)
+            for name in pipeline.statistics:
+                shapes[f"{prefix}statistic.{name}"] = (per_slot, g.dtype)
+
+        for name, dim in g.dims.items():
+            shapes[name] = ((*leading, g.kv_heads, layout.slots, dim), g.dtype)
+        add_per_slot("", layout.slots)
         if pipeline.window:
-            window = (len(self.layers), g.rows, g.heads, pipeline.window, g.key_dim)
-            self.queries = torch.empty(window, dtype=g.dtype, device=g.device)
+            shapes["queries"] = ((*leading, g.heads, pipeline.window, g.key_dim), g.dtype)
+        for index, (rung, slots) in enumerate(zip(self.rungs, layout.coded, strict=True), start=1):
+            for name, dim in g.dims.items():
+                for part, (shape, dtype, tokens) in getattr(rung, name).parts(dim, g.dtype).items():
+                    whole = (*leading, g.kv_heads, slots // tokens, *shape)
+                    shapes[f"rung{index}.{name}.{part}"] = (whole, dtype)
+            add_per_slot(f"rung{index}.", slots)
+        return shapes
+
+    @property
+    def rungs(self) -> tuple[Rung, ...]:
+        return () if self.pipeline.store is None else self.pipeline.store.rungs
+
+    # -- what it holds -------------------------------------------------------------------------------------------
+
+    @property
+    def keys(self) -> Tensor:
+        """(layers, rows, kv_heads, slots, key_dim)"""
+        return self.tensors["keys"]
+
+    @property
+    def values(self) -> Tensor:
+        """(layers, rows, kv_heads, slots, value_dim); a view of keys where values are channels of them."""
+        return self.keys[..., : self.geometry.value_dim] if self.geometry.latent else self.tensors["values"]
+
+    @property
+    def positions(self) -> Tensor:
+        return self.tensors["positions"]
+
+    @property
+    def mass(self) -> Tensor | None:
+        return self.tensors.get("mass")
+
+    @property
+    def queries(self) -> Tensor | None:
+        return self.tensors.get("queries")
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def per_slot(self, rung: int = 0) -> dict[str, Tensor]:
+        """What moves with a token, by name without the prefix of the pool; 0 is the pool that isn't coded."""
+        prefix = f"rung{rung}." if rung else ""
+        names = [name for name in self.tensors if name.startswith("rung") == bool(rung) and name != "queries"]
+        return {name.removeprefix(prefix): self.tensors[name] for name in names if name.startswith(prefix)}
+
+    def coded(self, rung: int, name: Literal["keys", "values"], layer: int | slice, slots: int) -> Coded:
+        """The first ``slots`` slots of coded pool ``rung`` (from 1) in one layer, or several, as codes."""
+        g = self.geometry
+        codec, channels = getattr(self.rungs[rung - 1], name), None
+        if g.latent and name == "values":
+            name, channels, codec = "keys", g.value_dim, self.rungs[rung - 1].keys
+        dim = g.dims[name]
+        parts = {
+            part: self.tensors[f"rung{rung}.{name}.{part}"][layer][..., : slots // spec.tokens, :]
+            for part, spec in codec.parts(dim, g.dtype).items()
+        }
+        return Coded(codec, parts, dim, channels)
+
+    def held_positions(self, layer: int, row: int) -> Tensor:
+        """(kv_heads, tokens) int64, ascending: positions of the tokens held in all pools."""
+        pools = [self.per_slot(rung)["positions"][layer, row] for rung in range(len(self.rungs) + 1)]
+        positions = torch.cat(pools, dim=-1)
+        return positions[positions != EMPTY].reshape(positions.shape[0], -1).long().sort(dim=-1).values
+
+    # -- the batch, and where it lies ----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and tensors; the inverse is :meth:`from_state_dict`."""
         g = self.geometry
         shape = {"heads": g.heads, "value_dim": g.value_dim, "latent": g.latent, "scaling": g.scaling}
-        return {"layers": list(self.layers), "shape": shape, "tensors": self.tensors()}
+        return {"layers": list(self.layers), "shape": shape, "tensors": dict(self.tensors)}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any], layout: Layout, pipeline: Pipeline) -> SlotStore:
@@ -97,71 +185,53 @@ class SlotStore:
             **state["shape"],
         )
         store = cls(state["layers"], geometry, layout, pipeline)
-        for name, tensor in state["tensors"].items():
-            setattr(store, name, tensor.clone())
+        store.tensors = {name: tensor.clone() for name, tensor in state["tensors"].items()}
         return store
-
-    @property
-    def values(self) -> Tensor:
-        """(layers, rows, kv_heads, slots, value_dim); a view of keys where values are channels of them."""
-        return self.keys[..., : self.geometry.value_dim] if self._values is None else self._values
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything the store holds, by attribute name."""
-        named = {
-            "keys": self.keys,
-            "_values": self._values,
-            "positions": self.positions,
-            "mass": self.mass,
-            "queries": self.queries,
-        }
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors().values())
-
-    def _per_slot(self) -> dict[str, Tensor]:
-        """What moves with a token: keys, values (unless they are channels of keys), positions, mass."""
-        return {name.lstrip("_"): tensor for name, tensor in self.tensors().items() if name != "queries"}
 
     def keep_layers(self, count: int) -> None:
         """Drop all layers but the first ``count``."""
-        for name, tensor in self.tensors().items():
-            setattr(self, name, tensor[:count].clone())
+        self.tensors = {name: tensor[:count].clone() for name, tensor in self.tensors.items()}
         del self.layers[count:]
 
     def map_rows(self, index: Tensor) -> None:
         """Replace the batch by ``rows[index]``; ``index`` is (new rows,) int64."""
         index = index.to(self.geometry.device)
-        for name, tensor in self.tensors().items():
-            setattr(self, name, tensor.index_select(1, index))
+        self.tensors = {name: tensor.index_select(1, index) for name, tensor in self.tensors.items()}
         self.geometry = replace(self.geometry, rows=len(index))
 
     def to(self, device: torch.device) -> None:
         """Move everything to another device."""
-        for name, tensor in self.tensors().items():
-            setattr(self, name, tensor.to(device))
+        self.tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
         self.geometry = replace(self.geometry, device=device)
 
     def relayout(self, layout: Layout, before: Sequence[RowState], after: Sequence[RowState]) -> None:
         """Move to a layout with another number of old slots, each row from its ``before`` to its ``after`` slots."""
         fresh = SlotStore(self.layers, self.geometry, layout, self.pipeline)
-        held = self._per_slot()
+        held = self.per_slot()
         for row, (old, new) in enumerate(zip(before, after, strict=True)):
             source = self.index(self.layout.slots_in_use(old))
             target = self.index(layout.slots_in_use(new))
-            for name, tensor in fresh._per_slot().items():
+            for name, tensor in fresh.per_slot().items():
                 tensor[:, row, :, target] = held[name][:, row, :, source]
-        for name, tensor in fresh.tensors().items():
-            if name != "queries":
-                setattr(self, name, tensor)
+        for rung in range(1, len(self.rungs) + 1):
+            # Coded slots fill up from the first one, and only ever become more.
+            for name, tensor in self.per_slot(rung).items():
+                fresh.per_slot(rung)[name][:, :, :, : tensor.shape[3]] = tensor
+        if self.queries is not None:
+            fresh.tensors["queries"] = self.queries
+        self.tensors = fresh.tensors
         self.layout = layout
 
     def clear(self, row: int, slots: Sequence[int]) -> None:
         """Mark slots of one row as empty in all layers."""
         if slots:
             self.positions[:, row, :, self.index(slots)] = EMPTY
+
+    def index(self, values: Sequence[int]) -> Tensor:
+        """Host integers as an int64 tensor on the store's device."""
+        return torch.tensor(list(values), dtype=torch.int64).to(self.geometry.device, non_blocking=True)
+
+    # -- new tokens ----------------------------------------------------------------------------------------------
 
     def write_column(self, layer: int, slot: int, time: int, queries: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write one new token into the same slot of every row, at the same position ``time``.
@@ -170,8 +240,8 @@ class SlotStore:
             queries: (rows, heads, 1, key_dim). keys, values: (rows, kv_heads, 1, dim).
         """
         self.keys[layer, :, :, slot] = keys[:, :, 0]
-        if self._values is not None:
-            self._values[layer, :, :, slot] = values[:, :, 0]
+        if not self.geometry.latent:
+            self.values[layer, :, :, slot] = values[:, :, 0]
         self.positions[layer, :, :, slot] = time
         if self.mass is not None:
             self.mass[layer, :, :, slot] = 0.0
@@ -186,14 +256,15 @@ class SlotStore:
         Args:
             rows, slots, times: (rows,) int64.
         """
-        self.keys[layer][rows, :, slots] = keys[:, :, 0]
-        if self._values is not None:
-            self._values[layer][rows, :, slots] = values[:, :, 0]
+        dtype = self.geometry.dtype
+        self.keys[layer][rows, :, slots] = keys[:, :, 0].to(dtype)
+        if not self.geometry.latent:
+            self.values[layer][rows, :, slots] = values[:, :, 0].to(dtype)
         self.positions[layer][rows, :, slots] = times[:, None].to(torch.int32)
         if self.mass is not None:
             self.mass[layer][rows, :, slots] = 0.0
         if self.queries is not None:
-            self.queries[layer][rows, :, times % self.queries.shape[3]] = queries[:, :, 0]
+            self.queries[layer][rows, :, times % self.queries.shape[3]] = queries[:, :, 0].to(dtype)
 
     def write(
         self,
@@ -217,9 +288,10 @@ class SlotStore:
         """
         row = self.index(rows)[:, None]
         slot = self.index(slots)[None, :]
-        self.keys[layer][row, :, slot] = keys.transpose(1, 2)
-        if self._values is not None:
-            self._values[layer][row, :, slot] = values.transpose(1, 2)
+        dtype = self.geometry.dtype
+        self.keys[layer][row, :, slot] = keys.transpose(1, 2).to(dtype)
+        if not self.geometry.latent:
+            self.values[layer][row, :, slot] = values.transpose(1, 2).to(dtype)
         positions = self.index(first)[:, None] + torch.arange(len(slots), device=self.geometry.device)
         self.positions[layer][row, :, slot] = positions[:, :, None].to(torch.int32)
         if self.mass is not None:
@@ -240,131 +312,17 @@ class SlotStore:
         skipped = queries.shape[2] - count
         times = self.index(first)[:, None] + skipped + torch.arange(count, device=self.geometry.device)
         row = self.index(rows)[:, None]
-        self.queries[layer][row, :, times % window] = queries[:, :, skipped:].transpose(1, 2)
+        self.queries[layer][row, :, times % window] = queries[:, :, skipped:].transpose(1, 2).to(self.geometry.dtype)
 
-    def _window(self, part: slice, row_index: Tensor, rows: Sequence[RowState]) -> Tensor:
+    def window(self, part: slice, rows: Sequence[int], states: Sequence[RowState]) -> Tensor:
         """(layers * rows, heads, W, key_dim), the last W queries of each row in order of time."""
         g = self.geometry
         if self.queries is None:
             count = len(self.layers[part]) * len(rows)
             return torch.empty(count, g.heads, 0, g.key_dim, dtype=g.dtype, device=g.device)
         window = self.queries.shape[3]
-        count = min(window, min(row.seen for row in rows))
-        times = self.index([row.seen for row in rows])[:, None] - count + torch.arange(count, device=g.device)
+        count = min(window, min(state.seen for state in states))
+        times = self.index([state.seen for state in states])[:, None] - count + torch.arange(count, device=g.device)
         # Advanced indices on both sides of a slice come first: (rows, W, layers, heads, dim).
-        picked = self.queries[part].permute(1, 3, 0, 2, 4)[row_index[:, None], times % window]
+        picked = self.queries[part].permute(1, 3, 0, 2, 4)[self.index(rows)[:, None], times % window]
         return picked.permute(2, 0, 3, 1, 4).flatten(0, 1)
-
-    def index(self, values: Sequence[int]) -> Tensor:
-        """Host integers as an int64 tensor on the store's device."""
-        return torch.tensor(list(values), dtype=torch.int64).to(self.geometry.device, non_blocking=True)
-
-    def _slices(self, rows: int, candidates: int) -> list[slice]:
-        g = self.geometry
-        step = max(1, _EVENT_ELEMENTS // max(1, rows * g.kv_heads * candidates * max(g.key_dim, g.value_dim)))
-        return [slice(start, start + step) for start in range(0, len(self.layers), step)]
-
-    def compress_in_place(self, rows: Sequence[int], states: Sequence[RowState], sequences: Sequence[int]) -> None:
-        """Steady event of all layers for rows in the same phase: overwrite victims, free the older half.
-
-        Args:
-            rows: all rows of the batch, or a single one.
-            states: their states before the event; same ``old``, ``ring`` and ``flipped``.
-            sequences: what keys their random numbers.
-        """
-        flipped, buffer, old = states[0].flipped, self.layout.buffer, self.layout.old
-        start, stop = (0, buffer + old) if flipped else (buffer, 2 * buffer + old)
-        for part in self._slices(len(rows), stop - start):
-            # Views of the pools, so that writing to them writes to the store.
-            pools = {
-                name: tensor[part].flatten(0, 1) if len(rows) > 1 else tensor[part, rows[0]]
-                for name, tensor in self._per_slot().items()
-            }
-            spans = {name: pool[:, :, start:stop] for name, pool in pools.items()}
-            tokens = self._statistics(spans, part, rows, states, sequences)
-            keep = self.pipeline.select(tokens).keep
-            # Candidates in slot order, turned so that the old slots come first and the newcomers after them.
-            shift = buffer if flipped else 0
-            victims, sources = replacement_plan((keep - shift) % (stop - start), buffer)
-            sources = start + (sources + shift) % (stop - start)
-            victims = victims + buffer
-            for pool in pools.values():
-                index = sources if pool.dim() == 3 else sources.unsqueeze(-1).expand(*sources.shape, pool.shape[-1])
-                replace_slots(pool, victims, pool.gather(2, index))
-        freed = slice(0, buffer) if flipped else slice(buffer + old, 2 * buffer + old)
-        for row in rows:
-            self.positions[:, row, :, freed] = EMPTY
-
-    def compress_rewriting(
-        self,
-        part: slice,
-        rows: Sequence[int],
-        states: Sequence[RowState],
-        sequences: Sequence[int],
-        chunk: dict[str, Tensor] | None = None,
-    ) -> None:
-        """Event that rewrites the slots of rows of equal state: after a long prompt or a chunk that doesn't fit.
-
-        Args:
-            part: layers along the leading axis.
-            states: the rows before ``chunk``, except that ``seen`` counts it.
-            chunk: new tokens that are not in the slots yet: keys, values, positions, mass of shape
-                (len(rows), kv_heads, count[, dim]), for a part of one layer.
-        """
-        index = self.index(rows)
-        used = self.index(self.layout.slots_in_use(states[0]))
-        gathered = {}
-        for name, tensor in self._per_slot().items():
-            present = tensor[part].index_select(1, index).index_select(3, used).flatten(0, 1)
-            if chunk is not None:
-                present = torch.cat([present, chunk[name].to(present.dtype)], dim=2) if len(used) else chunk[name]
-            gathered[name] = present
-        buffer = self.layout.buffer
-        candidates = {name: tensor[:, :, :-buffer] for name, tensor in gathered.items()}
-        tokens = self._statistics(candidates, part, rows, states, sequences)
-        keep = self.pipeline.select(tokens, in_order=states[0].events == 0).keep
-        survivors = keep.shape[-1]
-        layers = len(self.layers[part])
-        for name, pool in self._per_slot().items():
-            wide = keep if gathered[name].dim() == 3 else keep.unsqueeze(-1).expand(*keep.shape, pool.shape[-1])
-            kept = candidates[name].gather(2, wide).unflatten(0, (layers, len(rows)))
-            recent = gathered[name][:, :, -buffer:].unflatten(0, (layers, len(rows)))
-            if name == "positions":
-                pool[part, index] = EMPTY
-            pool[part, index, :, buffer : buffer + survivors] = kept.to(pool.dtype)
-            pool[part, index, :, buffer + self.layout.old :] = recent.to(pool.dtype)
-
-    def _statistics(
-        self,
-        slots: dict[str, Tensor],
-        part: slice,
-        rows: Sequence[int],
-        states: Sequence[RowState],
-        sequences: Sequence[int],
-    ) -> TokenStatistics:
-        config = self.pipeline.config
-        assert isinstance(config.budget, int)
-        layers = self.layers[part]
-        positions = slots["positions"].to(torch.int64)
-        values = slots["keys"][..., : self.geometry.value_dim] if self.geometry.latent else slots["values"]
-        if config.check_finite:
-            check_finite(slots["keys"], values, positions, [layer for layer in layers for _ in rows])
-
-        def per_row(values: Sequence[int]) -> Tensor:
-            return self.index(values).repeat(len(layers))
-
-        return TokenStatistics(
-            keys=slots["keys"],
-            values=values,
-            queries=self._window(part, self.index(rows), states),
-            positions=positions,
-            prompt_length=per_row([state.prompt for state in states]),
-            sequence=per_row(sequences),
-            layer=self.index(layers).repeat_interleave(len(rows)),
-            event=per_row([state.events for state in states]),
-            seed=config.seed,
-            budget=config.budget,
-            buffer=config.buffer,
-            scaling=self.geometry.scaling,
-            mass=slots.get("mass"),
-        )

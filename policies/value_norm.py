@@ -23,5 +23,9 @@ class ValueNorm(ScoreStage):
 
     statistic: Statistic = Field("l2", description="which statistic of the value vector")
 
+    @property
+    def statistics(self) -> tuple[Statistic, ...]:
+        return (self.statistic,)
+
     def score(self, tokens: TokenStatistics) -> Tensor:
         return tokens.value_statistic(self.statistic)

@@ -15,7 +15,7 @@ from kvcompress.stages import Protected, ProtectStage
 
 
 class ValueRange(Quota, ProtectStage):
-    """Keep the N_v candidates of largest range, recomputed at each event:
+    """Keep the N_v candidates of largest range, chosen anew at each event:
 
         Range(v_i) = max_c v_i[c] - min_c v_i[c]
         R_i := Range(v_i), and R_i := +inf where i is protected already (the sinks)
@@ -27,6 +27,10 @@ class ValueRange(Quota, ProtectStage):
 
     stage: Literal["value_range"] = "value_range"
     statistic: Statistic = Field("range", description="which spread of the value vector ranks tokens")
+
+    @property
+    def statistics(self) -> tuple[Statistic, ...]:
+        return (self.statistic,)
 
     def bound(self, before: Protected, budget: int, buffer: int, prompt_length: int) -> Protected:
         return before._replace(others=max(before.others, self.reserved(budget) - before.prefix))

@@ -26,7 +26,7 @@ E24 = kvcompress.load_config("vase-attnv", budget=24, buffer=8)
 
 def state_of(cache: CompressedCache) -> tuple[Any, ...]:
     """Everything that a refused operation must leave alone."""
-    tensors = [tensor.clone() for store in cache.stores for tensor in store.tensors().values()]
+    tensors = [tensor.clone() for store in cache.stores for tensor in store.tensors.values()]
     others = [layer.get_seq_length() for layer in cache.layers if isinstance(layer, DynamicLayer)]
     return cache.columns, list(cache.rows), cache.layout, others, tensors
 

@@ -214,7 +214,9 @@ def test_30_memory_is_freed_not_masked(llama: PreTrainedModel) -> None:
 
 def tensors_of(cache: CompressedCache) -> list[Tensor]:
     """Tensors of the stores, by looking for them."""
-    return [value for store in cache.stores for value in vars(store).values() if isinstance(value, Tensor)]
+    members = [value for store in cache.stores for value in vars(store).values()]
+    found = [value for member in members for value in (member.values() if isinstance(member, dict) else [member])]
+    return [value for value in found if isinstance(value, Tensor)]
 
 
 def test_31_three_rows_cross_at_different_steps(llama: PreTrainedModel) -> None:

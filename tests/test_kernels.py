@@ -10,7 +10,7 @@ from kvcompress.kernels import decode_attention, window_scores
 from kvcompress.kernels.decode_attention import attention_mass, attention_reference, slot_attention
 from kvcompress.kernels.leverage_scores import leverage_scores
 from kvcompress.kernels.redundancy import mean_similarity
-from kvcompress.kernels.replace_slots import replace_slots, replacement_plan
+from kvcompress.kernels.replace_slots import Replacement, plan_replacement, replace_slots, take
 from kvcompress.kernels.value_statistics import value_statistic
 
 ROWS, KV_HEADS = 2, 2
@@ -290,20 +290,33 @@ def test_attention_mass_in_slices(monkeypatch, elements, mask_rows):
 
 
 @given(st.data())
-def test_replacement_plan(data):
-    old, newcomers = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 9))
-    heads = data.draw(st.lists(st.permutations(range(old + newcomers)), min_size=1, max_size=3))
-    keep = torch.tensor([[order[:old] for order in heads]])
-    victims, sources = replacement_plan(keep, newcomers)
-    assert victims.shape == sources.shape == (1, len(heads), min(old, newcomers))
-    for head, kept in enumerate(keep[0].tolist()):
-        slots, written = list(range(old)), victims[0, head].tolist()
-        assert len(set(written)) == len(written)
-        for victim, source in zip(written, sources[0, head].tolist(), strict=True):
-            slots[victim] = source
-        assert sorted(slots) == sorted(kept)
-        # Survivors among the old ones are not moved.
-        assert all(slots[token] == token for token in kept if token < old)
+def test_plan_replacement(data):
+    """Every arrival lands in its own slot, and no token that stays is moved or overwritten."""
+    slots, arrivals = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 9))
+    leaves = [data.draw(st.sets(st.integers(0, slots - 1), max_size=min(slots, arrivals))) for _ in range(3)]
+    orders = [data.draw(st.permutations(range(arrivals))) for _ in leaves]
+    comes = [set(order[: len(gone)]) for order, gone in zip(orders, leaves, strict=True)]
+    width = data.draw(st.integers(max(map(len, leaves)), min(slots, arrivals)))
+    plan = plan_replacement(_flags(leaves, slots, inside=False), _flags(comes, arrivals, inside=True), width)
+    assert plan.slots.shape == plan.arrivals.shape == plan.live.shape == (1, 3, width)
+    for head in range(3):
+        assert len(set(plan.slots[0, head].tolist())) == width
+        live = plan.live[0, head]
+        assert set(plan.slots[0, head][live].tolist()) == leaves[head]
+        assert set(plan.arrivals[0, head][live].tolist()) == comes[head]
+
+
+def _flags(members, size, inside):
+    return torch.tensor([[[(i in chosen) == inside for i in range(size)] for chosen in members]], dtype=torch.bool)
+
+
+@pytest.mark.parametrize("tail", [(), (4,), (2, 3)])
+def test_take(tail):
+    pool = torch.randn(2, 3, 5, *tail)
+    index = torch.tensor([[[0, 4], [3, 3], [2, 0]], [[1, 2], [4, 0], [3, 4]]])
+    taken = take(pool, index)
+    for row, head, i in np.ndindex(2, 3, 2):
+        assert torch.equal(taken[row, head, i], pool[row, head, int(index[row, head, i])])
 
 
 @pytest.mark.parametrize("tail", [(), (4,)])
@@ -312,9 +325,10 @@ def test_replace_slots(tail):
     before, address = pool.clone(), pool.data_ptr()
     victims = torch.tensor([[[0, 4], [3, 1], [2, 0]], [[1, 2], [4, 0], [3, 4]]])
     rows = -torch.arange(1, 13).reshape(2, 3, 2, *[1] * len(tail)).expand(2, 3, 2, *tail)
-    replace_slots(pool, victims, rows)
+    live = torch.tensor([True, False]).expand(2, 3, 2)
+    replace_slots(pool, Replacement(victims, victims, live), rows)
     assert pool.data_ptr() == address
     for row, head, slot in np.ndindex(2, 3, 5):
-        written = [rows[row, head, i] for i in range(2) if int(victims[row, head, i]) == slot]
+        written = [rows[row, head, 0]] if int(victims[row, head, 0]) == slot else []
         expected = written[0] if written else before[row, head, slot]
         assert torch.equal(pool[row, head, slot], expected)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcompress.layout import Layout, RowState, hull
+from kvcompress.layout import Event, Layout, RowState, hull
 
 layouts = st.builds(Layout, old=st.integers(1, 12), buffer=st.integers(1, 6))
 actions = st.lists(st.one_of(st.integers(1, 20), st.just("event"), st.just("crop")), max_size=40)
@@ -21,7 +21,7 @@ def play(layout: Layout, script) -> list[tuple[RowState, list[int | None]]]:
             older = layout.slots_in_use(row)[layout.old : layout.old + layout.buffer]
             for slot in older:
                 slots[slot] = None
-            row = layout.rotated(row)
+            row = layout.left(row, Event(layout.buffer, evicts=True, rotates=True, room=layout.old))
         elif action == "crop":
             if row.ring < 2:
                 continue

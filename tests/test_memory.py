@@ -10,7 +10,7 @@ import torch
 from tiny import feed, generate, tiny
 
 import kvcompress
-from kvcompress import store as store_module
+from kvcompress import event as event_module
 
 BUDGET, BUFFER = 16, 4
 
@@ -19,7 +19,7 @@ def held_bytes(cache) -> int:
     """Bytes of all storages that the cache's tensors own, counted once each."""
     storages = {}
     for store in cache.stores:
-        for tensor in store.tensors().values():
+        for tensor in store.tensors.values():
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return sum(storages.values())
 
@@ -74,7 +74,7 @@ def test_deferred_prompt_is_given_back():
                 feed(model, cache, ids[:, step : step + 1])
                 compressed = step + 1 >= 100
                 assert cache.rows[0].events == int(compressed)
-                assert (cache.layout.slots == BUDGET + BUFFER) == compressed
+                assert (cache.layout.capacity == BUDGET + BUFFER) == compressed
 
 
 def test_full_grows_in_blocks_and_says_so():
@@ -95,19 +95,20 @@ def test_steady_event_writes_at_most_buffer_rows_per_head(monkeypatch):
     """Counted on the tensors themselves: slots whose key changed, other than the new token's."""
     model = tiny("llama")
     ids = torch.randint(2, 127, (2, 200), generator=torch.Generator().manual_seed(1))
-    widths = []
-    original = store_module.replace_slots
+    widths: list[int] = []
+    original = event_module.replace_slots
 
-    def counting(pool, victims, rows):
-        widths.append(victims.shape[-1])
-        original(pool, victims, rows)
+    def counting(pool, replacement, rows):
+        widths.append(replacement.slots.shape[-1])
+        original(pool, replacement, rows)
 
-    monkeypatch.setattr(store_module, "replace_slots", counting)
+    monkeypatch.setattr(event_module, "replace_slots", counting)
     with kvcompress.apply(model, "vase-attnv", budget=BUDGET, buffer=BUFFER) as handle:
         cache = handle.new_cache()
         changes = []
         with torch.no_grad():
             feed(model, cache, ids[:, :30])
+            widths.clear()
             for step in range(30, 200):
                 before, events = cache.stores[0].keys.clone(), cache.rows[0].events
                 feed(model, cache, ids[:, step : step + 1])

@@ -11,15 +11,18 @@ import torch
 import yaml
 
 import kvcompress.policies
+import kvcompress.quant
 from kvcompress import CompressionConfig, json_schema, load_config, recipe_names, select_tokens
 from kvcompress.errors import ConfigError
 from kvcompress.stages import ENTRY_POINT_GROUP, ScoreStage, Stage, registered_stages
 
-BUILT_IN = {
+POLICIES = {
     "sinks", "value_range", "prompt", "recent", "random_tokens", "attention", "redundancy", "leverage",
     "accumulated_attention", "last_query", "key_norm", "value_norm", "key_diff", "recency", "random", "top_k",
     "sample",
 }  # fmt: skip
+STORES = {"quantize", "ladder"}
+BUILT_IN = POLICIES | STORES
 
 
 class Loudest(ScoreStage):
@@ -79,13 +82,14 @@ def test_the_built_in_stages_are_registered_under_their_names():
         assert found[name].model_fields["stage"].default == name
     # One file per stage, named like it.
     folder = Path(kvcompress.policies.__file__).parent
-    assert {path.stem for path in folder.glob("[a-z]*.py")} == BUILT_IN
+    assert {path.stem for path in folder.glob("[a-z]*.py")} == POLICIES
+    assert {path.stem for path in Path(kvcompress.quant.__file__).parent.glob("*.py")} >= STORES
 
 
 def test_the_package_declares_its_own_entry_point():
     """Tools that look for stages by the group must find the built-in ones too, and only once."""
-    (ours,) = [point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name == "builtin"]
-    assert {stage.model_fields["stage"].default for stage in ours.load()} == BUILT_IN
+    ours = [point.load() for point in entry_points(group=ENTRY_POINT_GROUP) if point.name.startswith("builtin")]
+    assert sorted(stage.model_fields["stage"].default for stages in ours for stage in stages) == sorted(BUILT_IN)
 
 
 @pytest.mark.parametrize("value", [f"{__name__}:Loudest", f"{__name__}:SEVERAL"])

@@ -192,7 +192,7 @@ def test_row_18_long_prompt_does_not_size_the_buffer(llama: PreTrainedModel, pre
         assert all(
             tensor.untyped_storage().nbytes() == tensor.nbytes
             for store in cache.stores
-            for tensor in store.tensors().values()
+            for tensor in store.tensors.values()
         )
 
 

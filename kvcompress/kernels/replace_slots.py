@@ -1,49 +1,55 @@
-"""Overwrite the slots of evicted tokens with the tokens that come in (design section 5)."""
+"""Overwrite the slots of tokens that leave with the tokens that come in (design section 5)."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-def replacement_plan(keep: Tensor, newcomers: int) -> tuple[Tensor, Tensor]:
-    """Match every surviving newcomer with the slot of an evicted old token.
+class Replacement(NamedTuple):
+    """Which arrival goes to which slot.
 
-    With M = keep.shape[-1] old slots, all in use, candidates 0 .. M - 1 are the tokens in them and candidates
-    M .. M + newcomers - 1 come from outside. Since M candidates survive, exactly as many old tokens leave as
-    newcomers come in.
+    Attributes:
+        slots: (rows, kv_heads, W) int64, distinct per head.
+        arrivals: (rows, kv_heads, W) int64, the arrival that belongs there.
+        live: (rows, kv_heads, W) bool, False where a head has fewer arrivals than W and the slot keeps its token.
+    """
+
+    slots: Tensor
+    arrivals: Tensor
+    live: Tensor
+
+
+def plan_replacement(stays: Tensor, comes: Tensor, width: int) -> Replacement:
+    """Match every arrival with a slot that is free, or whose token leaves, both in ascending order.
 
     Args:
-        keep: (rows, kv_heads, M) int64, the surviving candidates, distinct per head.
-        newcomers: how many candidates come from outside.
-
-    Returns:
-        victims and sources, both (rows, kv_heads, min(M, newcomers)) int64: candidate ``sources[i]`` belongs in old
-        slot ``victims[i]``. Heads with fewer replacements are filled up with distinct slots that receive
-        themselves, so that every head copies the same number of rows.
+        stays: (rows, kv_heads, slots) bool, slots whose token stays.
+        comes: (rows, kv_heads, arrivals) bool; per head as many as there are slots whose token does not stay.
+        width: W, at least the largest number of arrivals in a head and at most the number of slots and of arrivals.
+            Every head handles so many slots, so that heads with fewer arrivals are padded with slots that stay.
     """
-    rows, kv_heads, old = keep.shape
-    width = min(old, newcomers)
-    incoming = keep >= old
-    kept = torch.zeros(rows, kv_heads, old + 1, dtype=torch.bool, device=keep.device)
-    # Newcomers scatter into a spare last column, which is dropped.
-    kept.scatter_(-1, keep.masked_fill(incoming, old), True)
-    evicted = ~kept[..., :old]
-    # A stable sort brings the evicted slots, and the surviving newcomers, to the front in slot order.
-    victims = torch.sort(evicted.to(torch.int8), dim=-1, descending=True, stable=True).indices[..., :width]
-    arrivals = torch.sort(incoming.to(torch.int8), dim=-1, descending=True, stable=True).indices[..., :width]
-    live = torch.gather(incoming, -1, arrivals)
-    sources = torch.where(live, torch.gather(keep, -1, arrivals), victims)
-    return victims, sources
+    # A stable sort brings the free slots, and the arrivals, to the front in ascending order.
+    slots = torch.sort(stays.to(torch.int8), dim=-1, stable=True).indices[..., :width]
+    arrivals = torch.sort(comes.to(torch.int8), dim=-1, descending=True, stable=True).indices[..., :width]
+    return Replacement(slots, arrivals, torch.gather(comes, -1, arrivals))
 
 
-def replace_slots(pool: Tensor, victims: Tensor, rows: Tensor) -> None:
-    """Write ``rows`` over the ``victims`` of ``pool``, in place.
+def take(pool: Tensor, index: Tensor) -> Tensor:
+    """Rows of a pool: (rows, kv_heads, N, *shape) and (rows, kv_heads, W) int64 -> (rows, kv_heads, W, *shape)."""
+    wide = index.reshape(*index.shape, *[1] * (pool.dim() - 3)).expand(*index.shape, *pool.shape[3:])
+    return pool.gather(2, wide)
+
+
+def replace_slots(pool: Tensor, replacement: Replacement, rows: Tensor) -> None:
+    """Write the live ``rows`` over slots of ``pool``, in place.
 
     Args:
-        pool: (rows, kv_heads, slots) or (rows, kv_heads, slots, dim).
-        victims: (rows, kv_heads, W) int64 slot indices, distinct per head.
-        rows: (rows, kv_heads, W) or (rows, kv_heads, W, dim), the dtype of pool.
+        pool: (rows, kv_heads, slots, *shape). rows: (rows, kv_heads, W, *shape), the dtype of pool.
     """
-    index = victims if pool.dim() == 3 else victims.unsqueeze(-1).expand_as(rows)
-    pool.scatter_(2, index, rows)
+    slots, _, live = replacement
+    wide = slots.reshape(*slots.shape, *[1] * (pool.dim() - 3)).expand_as(rows)
+    kept = live.reshape(*live.shape, *[1] * (pool.dim() - 3))
+    pool.scatter_(2, wide, torch.where(kept, rows, pool.gather(2, wide)))
