@@ -434,6 +434,17 @@ class CompressedCache(Cache):
 
     # -- what it holds -------------------------------------------------------------------------------------------
 
+    def until_event(self) -> int | None:
+        """Tokens that can still come in before the next event, that one included; None if there is none to come.
+
+        So many tokens at once give what one at a time gives: nothing is evicted or encoded in between.
+        """
+        config = self.config
+        room = [config.max_slots - row.held for row in self.rows] if config.evicts else []
+        if config.quantizes:
+            room += [2 * config.buffer - row.ring for row in self.rows]
+        return min(room, default=None)
+
     def stats(self) -> CacheStats:
         """Bytes held and tokens kept now; see :class:`CacheStats`."""
         self._check_unread_mask()

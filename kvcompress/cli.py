@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from kvcompress.cli_plan import plan
 from kvcompress.cli_recipes import BAD_INPUT, AsJson, print_json, recipes_app
 from kvcompress.config import load_config
 from kvcompress.errors import ConfigError, KVCompressError
@@ -60,6 +61,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(recipes_app, name="recipes")
+app.command("plan")(plan)
 
 
 def main() -> None:
@@ -205,6 +207,12 @@ def compare(
     buffer: Annotated[int | None, typer.Option(help="Recent tokens that are never evicted.")] = None,
     max_new_tokens: NewTokens = 256,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of the answer.")] = False,
+    equal_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Same bytes for all: a size (8MiB), a ratio of the full cache (0.25), or a recipe."
+        ),
+    ] = None,
     file: File = None,
     system: System = None,
     no_chat: NoChat = False,

@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 
 from kvcompress.config import CompressionConfig, load_config
+from kvcompress.equal_bytes import Equalized, equalize
 from kvcompress.errors import ConfigError, KVCompressError
+from kvcompress.shapes import layer_shapes
 
 DEFAULT_RECIPES = ("full", "streaming-llm", "snapkv", "r-kv", "cur-dkv", "vase-attnv", "vase-dkv")
 # Log-probabilities of the full cache stay in memory up to this size, and go to a temporary file beyond it.
@@ -108,10 +110,11 @@ class RecipeResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The outcome of :func:`compare`."""
+    """The outcome of :func:`compare`; ``equalized`` says what was chosen where equal bytes were asked for."""
 
     reference: Reference
     results: list[RecipeResult]
+    equalized: Equalized | None = None
 
     @property
     def steps(self) -> int:
@@ -177,6 +180,7 @@ def compare(
     *,
     max_new_tokens: int,
     ignore_eos: bool = False,
+    equal_bytes: int | float | str | None = None,
     progress: Progress = lambda name, done, total: None,
 ) -> Comparison:
     """Run the full cache greedily once, then every recipe teacher-forced on its continuation.
@@ -187,6 +191,8 @@ def compare(
         configs: recipes; ratio budgets count prompt and new tokens.
         max_new_tokens: at least 2; fewer are generated if the model ends its answer.
         ignore_eos: go on past the end of the answer.
+        equal_bytes: choose the settings of every recipe so that all take these bytes per sequence at the end of
+            prompt and ``max_new_tokens``: a number, a ratio of the full cache, or the name of one of the recipes.
         progress: called with a recipe's name, steps done and steps in all.
 
     Raises:
@@ -199,6 +205,11 @@ def compare(
     input_ids = input_ids.to(model.device)
     length = input_ids.shape[1] + max_new_tokens
     resolved = [config.resolve(length) for config in configs]
+    equalized: Equalized | None = None
+    if equal_bytes is not None:
+        dtype = str(model.dtype).removeprefix("torch.")
+        equalized = equalize(resolved, layer_shapes(model.config), length, equal_bytes, dtype)
+        resolved = [entry.config for entry in equalized.solved]
     vocabulary = _output_size(model)
     with torch.inference_mode(), _row_store(max_new_tokens - 1, vocabulary) as log_probs:
         reference = _record(model, input_ids, max_new_tokens, ignore_eos, log_probs, progress)
@@ -208,8 +219,10 @@ def compare(
                 "max_new_tokens: the model ended its answer after one token, which leaves nothing to compare; "
                 "use another prompt, or ignore the end of the answer (--ignore-eos)"
             )
-        results = [_replay(model, input_ids, config, reference.tokens, log_probs, progress) for config in resolved]
-    return Comparison(reference, results)
+        results = [
+            _replay(model, input_ids, config, length, reference.tokens, log_probs, progress) for config in resolved
+        ]
+    return Comparison(reference, results, equalized)
 
 
 def bootstrap_block(count: int) -> int:
@@ -263,7 +276,13 @@ def _record(
 
 
 def _replay(
-    model: Any, input_ids: Tensor, config: CompressionConfig, tokens: Tensor, reference: Tensor, progress: Progress
+    model: Any,
+    input_ids: Tensor,
+    config: CompressionConfig,
+    context_length: int,
+    tokens: Tensor,
+    reference: Tensor,
+    progress: Progress,
 ) -> RecipeResult:
     """Feed the tokens of the reference and compare with its log-probabilities, (T - 1 or more, vocabulary)."""
     from kvcompress.model import apply
@@ -272,7 +291,8 @@ def _replay(
     kl: list[Tensor] = []
     agrees: list[Tensor] = []
     kv_bytes: list[int] = []
-    with apply(model, config) as handle:
+    # Room for the whole context at once, so that no recipe is charged for slots that a later token might need.
+    with apply(model, config, context_length=context_length) as handle:
         cache = handle.new_cache()
         runner = _Runner(model, cache)
         runner.prefill(input_ids)

@@ -402,7 +402,11 @@ def _stage_name(stage: Any) -> str:
 
 
 def _with_fields(index: int, stage: Any, overrides: Mapping[str, Any]) -> Any:
-    fields = {"stage": stage} if isinstance(stage, str) else dict(stage)
+    if isinstance(stage, Stage):
+        # Not dict(stage): a field called keys would pass for the method of a mapping.
+        fields = {name: getattr(stage, name) for name in type(stage).model_fields}
+    else:
+        fields = {"stage": stage} if isinstance(stage, str) else dict(stage)
     for group in _EXCLUSIVE:
         if any(overrides.get(attribute) is not None for attribute in group):
             fields = {attribute: value for attribute, value in fields.items() if attribute not in group}

@@ -62,7 +62,19 @@ def comparison_document(comparison: Comparison, model: Any, settings: Mapping[st
             "kv_bytes": reference.kv_bytes,
             "decode_tokens_per_second": reference.tokens_per_second,
         },
+        "equal_bytes": _equalized_document(comparison),
         "recipes": [_recipe_document(result) for result in comparison.results],
+    }
+
+
+def _equalized_document(comparison: Comparison) -> dict[str, Any] | None:
+    equalized = comparison.equalized
+    if equalized is None:
+        return None
+    return {
+        "target": equalized.target,
+        "chosen": {entry.config.name: entry.chosen for entry in equalized.solved},
+        "left_out": equalized.left_out,
     }
 
 

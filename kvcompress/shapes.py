@@ -48,11 +48,13 @@ def layer_shapes(config: PreTrainedConfig) -> list[LayerShape]:
         UnsupportedModelError: if no layer can be compressed.
     """
     config = config.get_text_config(decoder=True)
+    # Layers may differ in head size and the like (Gemma 4); older transformers know no such configs.
+    of_layer = getattr(config, "per_layer_config", None)
+    return [_shape(of_layer[layer] if of_layer else config, layer) for layer in compressible_layers(config)]
+
+
+def _shape(config: Any, layer: int) -> LayerShape:
     latent = getattr(config, "kv_lora_rank", None)
-    return [_shape(config, layer, latent) for layer in compressible_layers(config)]
-
-
-def _shape(config: Any, layer: int, latent: int | None) -> LayerShape:
     heads = _of_layer(config.num_attention_heads, layer)
     if latent is not None:
         return LayerShape(layer, heads, 1, latent + config.qk_rope_head_dim, latent, latent=True)

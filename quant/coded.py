@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kvcompress.quant.codec import Codec
-from kvcompress.quant.rotation import hadamard, rotation_block
 
 
 @dataclass(frozen=True)
@@ -18,7 +17,8 @@ class Coded:
 
     Attributes:
         codec: what made them. parts: as it makes them. dim: size of the vectors.
-        channels: only the first so many channels of each vector are meant; None for all.
+        channels: only the first so many channels of each vector are meant, once it is out of the basis of the codec;
+            None for all.
     """
 
     codec: Codec
@@ -32,7 +32,7 @@ class Coded:
         return self.parts["codes"].shape[-2]
 
     def block(self, start: int, stop: int) -> Tensor:
-        """(..., stop - start, channels) float32 in the basis of the codec.
+        """(..., stop - start, channels) float32 in the basis of the codec; all channels if that is a rotated one.
 
         Args:
             start, stop: multiples of the codec's ``block_tokens``, or N.
@@ -42,7 +42,8 @@ class Coded:
             name: part[..., start * part.shape[-2] // tokens : stop * part.shape[-2] // tokens, :]
             for name, part in self.parts.items()
         }
-        return self.codec.decode(parts, self.dim)[..., : self.channels]
+        vectors = self.codec.decode(parts, self.dim)
+        return vectors if self.codec.rotate else vectors[..., : self.channels]
 
     def into_basis(self, queries: Tensor) -> Tensor:
         """Queries that meet :meth:`block` of keys."""
@@ -50,7 +51,7 @@ class Coded:
 
     def out_of_basis(self, sums: Tensor) -> Tensor:
         """Weighted sums of :meth:`block` of values in the basis that the values came in."""
-        return hadamard(sums, rotation_block(self.dim)) if self.codec.rotate else sums
+        return self.codec.out_of_basis(sums)[..., : self.channels] if self.codec.rotate else sums
 
     def vectors(self) -> Tensor:
         """(..., N, channels) float32, all of them in the basis that they came in."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor
@@ -29,7 +29,7 @@ class Ladder(StoreStage):
     whose square is the token's share in the error of attention (:mod:`kvcompress.quant.allocation`). How many tokens
     there are on each rung is given by ``shares``, or chosen for ``mean_bits`` bits per stored number, metadata
     included, so that the predicted error is least for sensitivities whose logarithm is normal with deviation
-    ``spread``.
+    ``spread`` (2.9 on SmolLM2, mean over layers).
     """
 
     stage: Literal["ladder"] = "ladder"
@@ -110,11 +110,6 @@ class Ladder(StoreStage):
             assert scores is not None
             ranks = ranks * scores
         return ranks
-
-    def with_shares(self, shares: tuple[float, ...]) -> Ladder:
-        """The same ladder with given shares."""
-        fields: dict[str, Any] = {**self.model_dump(), "shares": shares, "mean_bits": None}
-        return Ladder.model_validate(fields)
 
 
 @lru_cache(maxsize=64)

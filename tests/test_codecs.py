@@ -231,6 +231,16 @@ def test_error_model(codec, kind):
             assert 0.9 < ratio < (1.2 if coarse else 1.1)
 
 
+def test_error_model_tells_tokens_apart():
+    vectors = torch.cat([size * normal(4, 64) for size in (1, 10, 100)])
+    for codec in (Uniform(bits=4), Uniform(bits=2, group=16, rotate=True), Float8(), PerChannel(bits=4, tokens=4)):
+        first, second, third = codec.expected_error(vectors, torch.float32).split(4)
+        torch.testing.assert_close(second, 100 * first, rtol=1e-3, atol=0)
+        torch.testing.assert_close(third, 100 * second, rtol=1e-3, atol=0)
+        # Only a block that is described together has one error.
+        assert (len(set(first.tolist())) == 1) == isinstance(codec, PerChannel)
+
+
 def test_error_model_worked_by_hand():
     def expected(codec, *numbers):
         vectors = torch.tensor([*numbers] + [0.0] * (64 - len(numbers)))

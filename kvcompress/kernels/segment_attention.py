@@ -15,6 +15,7 @@ rotated what it stores, queries are rotated to meet the keys, and outputs are ro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from kvcompress.quant.coded import Coded
 
-# Tokens decoded at a time; a multiple of every codec's block of tokens.
+# Tokens decoded at a time, or as many fewer as make whole blocks of the codecs' own.
 BLOCK = 1024
 # Queries are processed in slices whose float32 logits of one block stay below this many elements (64 MiB).
 _SLICE_ELEMENTS = 1 << 24
@@ -112,7 +113,7 @@ def _kv_heads(segment: Segment) -> int:
 def _query_slices(queries: Tensor, segments: Sequence[Segment]) -> Iterator[tuple[Tensor, list[Segment]]]:
     """Slices of the query axis, with the part of each mask that belongs to them."""
     rows, heads, length, _ = queries.shape
-    widest = min(BLOCK, max((segment.tokens for segment in segments), default=1))
+    widest = max((min(_block_size(segment), segment.tokens) for segment in segments), default=1)
     step = max(1, _SLICE_ELEMENTS // max(1, rows * heads * widest))
     for start in range(0, length, step):
         part = slice(start, start + step)
@@ -138,8 +139,9 @@ def _logits(
     if not isinstance(segment.keys, Tensor):
         q = segment.keys.into_basis(q)
     grouped = q.reshape(rows, kv_heads, -1, q.shape[-1]) * scaling
-    for start in range(0, segment.tokens, BLOCK):
-        stop = min(start + BLOCK, segment.tokens)
+    size = _block_size(segment)
+    for start in range(0, segment.tokens, size):
+        stop = min(start + size, segment.tokens)
         keys = _block(segment.keys, start, stop)
         logits = torch.matmul(grouped, keys.transpose(-1, -2)).reshape(rows, heads, length, -1)
         if softcap is not None:
@@ -147,6 +149,13 @@ def _logits(
         if segment.mask is not None:
             logits = logits.masked_fill(~segment.mask[..., start:stop], -torch.inf)
         yield start, stop, logits
+
+
+def _block_size(segment: Segment) -> int:
+    """A multiple of the codecs' own blocks of tokens, at most BLOCK if one of them fits."""
+    states = (segment.keys, segment.values)
+    unit = math.lcm(*(s.codec.block_tokens for s in states if not isinstance(s, Tensor)))
+    return max(1, BLOCK // unit) * unit
 
 
 def _block(states: Tensor | Coded, start: int, stop: int) -> Tensor:

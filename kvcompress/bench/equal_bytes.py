@@ -1,0 +1,237 @@
+"""Eviction, quantization and both at equal bytes: how far does each move the predictions of a model?
+
+    python -m kvcompress.bench.equal_bytes --output-dir docs/data
+
+For every prompt the model writes an answer with its full cache, sampled. Every recipe, with the setting at which its
+cache takes a given share of the full cache's bytes (:mod:`kvcompress.equal_bytes`), then reads the same text, as many
+tokens at a time as come before its next event, which gives what one token at a time gives. Written as JSON, as a
+Markdown table and as a figure: the divergence KL(full || recipe) per token and how often both prefer the same token,
+with 95 % confidence intervals from a bootstrap over prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from importlib.resources import files
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+import kvcompress
+from kvcompress.cache import CompressedCache
+from kvcompress.config import CompressionConfig
+from kvcompress.equal_bytes import solve_for_bytes
+from kvcompress.errors import ConfigError
+from kvcompress.footprint import cache_bytes
+from kvcompress.model import cache_keyword
+from kvcompress.models import encode_prompt, load_model
+from kvcompress.shapes import layer_shapes
+
+RECIPES = (
+    "int4", "int4-rotated", "nf4", "int2", "kivi", "streaming-llm", "snapkv", "r-kv", "vase-attnv", "vase-dkv",
+    "snapkv-int4", "vase-attnv-int8", "vase-attnv-int4", "vase-attnv-int2", "vase-dkv-int4", "ladder",
+)  # fmt: skip
+_RESAMPLES = 10_000
+
+
+def write_answer(model: Any, tokenizer: Any, prompt: str, tokens: int, seed: int) -> tuple[Tensor, int]:
+    """(1, prompt + tokens) ids of a sampled conversation, and the length of the prompt."""
+    inputs = encode_prompt(tokenizer, prompt)
+    torch.manual_seed(seed)
+    ids: Tensor = model.generate(
+        **inputs, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=True, temperature=0.7, top_p=0.95
+    )
+    return ids, inputs["input_ids"].shape[1]
+
+
+def log_probabilities(model: Any, cache: CompressedCache | None, ids: Tensor, prompt: int) -> Tensor:
+    """(tokens after the prompt, vocabulary) of what follows each of them but the last, by the cache's recipe."""
+    logits = []
+    start, stop = 0, prompt
+    keyword = {cache_keyword(model): cache} if cache is not None else {"use_cache": False}
+    while start < ids.shape[1]:
+        out = model(input_ids=ids[:, start:stop], **keyword).logits[0]
+        if start:
+            logits.append(out)
+        start, room = stop, cache.until_event() if cache is not None else None
+        stop = ids.shape[1] if room is None else min(ids.shape[1], start + room)
+    return torch.cat(logits).float().log_softmax(dim=-1)
+
+
+def run_prompt(job: tuple[argparse.Namespace, int, str]) -> list[dict[str, Any]]:
+    """All recipes at all sizes on one prompt."""
+    options, index, prompt = job
+    torch.set_num_threads(1)
+    model, tokenizer = load_model(options.model)
+    ids, length = write_answer(model, tokenizer, prompt, options.tokens, options.seed + index)
+    context = ids.shape[1]
+    shapes = layer_shapes(model.config)
+    whole = cache_bytes(kvcompress.load_config("full", storage=options.storage), shapes, context)
+    rows = []
+    full = kvcompress.load_config("full", storage=options.storage)
+    with torch.inference_mode(), kvcompress.apply(model, "full"):
+        reference = log_probabilities(model, CompressedCache(model, full, reserve=context), ids, length)
+        for share in options.shares:
+            for recipe in options.recipes:
+                row: dict[str, Any] = {"prompt": index, "share": share, "recipe": recipe}
+                try:
+                    solved = solve_for_bytes(
+                        base_config(recipe, options), shapes, context, int(share * whole), "float16"
+                    )
+                except ConfigError:
+                    continue
+                cache = CompressedCache(model, solved.config, [index], reserve=context)
+                found = log_probabilities(model, cache, ids, length)
+                divergence = (reference.exp() * (reference - found)).sum(dim=-1).clamp_min(0)
+                held = cache.stats().bytes_held
+                if held != solved.bytes_held:
+                    raise AssertionError(f"{recipe}: holds {held} bytes, {solved.bytes_held} were predicted")
+                rows.append(
+                    row
+                    | {
+                        "chosen": solved.chosen,
+                        "bytes": held,
+                        "bytes_share": held / whole,
+                        "context": context,
+                        "kl": float(divergence.double().mean()),
+                        "agreement": float((reference.argmax(-1) == found.argmax(-1)).double().mean()),
+                    }
+                )
+    print(f"prompt {index}: {len(rows)} runs over {context} tokens", flush=True)
+    return rows
+
+
+def base_config(recipe: str, options: argparse.Namespace) -> CompressionConfig:
+    """The recipe with the buffer and storage of the comparison; KIVI needs a buffer of whole key groups."""
+    config = kvcompress.load_config(recipe, storage=options.storage)
+    blocks = [codec.block_tokens for stage in config.stages for rung in getattr(stage, "rungs", ()) for codec in rung]
+    return config.with_fields({"buffer": max([options.buffer, *blocks])})
+
+
+def summarize(rows: Sequence[dict[str, Any]], shares: Sequence[float], recipes: Sequence[str]) -> list[dict[str, Any]]:
+    """Means over prompts with 95 % intervals, one entry per share and recipe that fits on every prompt."""
+    prompts = sorted({row["prompt"] for row in rows})
+    generator = torch.Generator().manual_seed(0)
+    # The same resamples of prompts for every recipe.
+    resamples = torch.randint(len(prompts), (_RESAMPLES, len(prompts)), generator=generator)
+    table = []
+    for share in shares:
+        for recipe in recipes:
+            runs = [row for row in rows if row["share"] == share and row["recipe"] == recipe]
+            if len(runs) < len(prompts):
+                continue
+            entry: dict[str, Any] = {"share": share, "recipe": recipe, "chosen": runs[0]["chosen"]}
+            entry["bytes_share"] = sum(row["bytes_share"] for row in runs) / len(runs)
+            for name in ("kl", "agreement"):
+                values = torch.tensor([row[name] for row in sorted(runs, key=lambda row: int(row["prompt"]))])
+                means = values[resamples].mean(dim=1).quantile(torch.tensor([0.025, 0.975]))
+                entry[name], entry[f"{name}_interval"] = float(values.mean()), means.tolist()
+            table.append(entry)
+    return table
+
+
+def to_markdown(table: Sequence[dict[str, Any]], command: str) -> str:
+    """One table per share, the least divergence first."""
+    lines = ["<!-- generated by " + command + " -->", ""]
+    for share in dict.fromkeys(entry["share"] for entry in table):
+        lines += [f"### {share:.0%} of the full cache's bytes", ""]
+        lines += [
+            "| recipe | setting (first prompt) | bytes | KL per token | same first choice |",
+            "|---|---|---|---|---|",
+        ]
+        for entry in sorted((e for e in table if e["share"] == share), key=lambda e: float(e["kl"])):
+            low, high = entry["kl_interval"]
+            least, most = entry["agreement_interval"]
+            lines.append(
+                f"| `{entry['recipe']}` | {entry['chosen']} | {entry['bytes_share']:.1%} | {entry['kl']:.4f} "
+                f"[{low:.4f}, {high:.4f}] | {entry['agreement']:.1%} [{least:.1%}, {most:.1%}] |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def draw(table: Sequence[dict[str, Any]], path: Path) -> None:
+    """Divergence against bytes, one line per recipe, coloured by family."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    families = {"evict": ("#0072B2", "o"), "quantize": ("#E69F00", "s"), "both": ("#009E73", "^")}
+    figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
+    recipes = list(dict.fromkeys(entry["recipe"] for entry in table))
+    for recipe in recipes:
+        config = kvcompress.load_config(recipe)
+        family = "both" if config.evicts and config.quantizes else "evict" if config.evicts else "quantize"
+        color, marker = families[family]
+        points = sorted((e["bytes_share"], e["kl"], *e["kl_interval"]) for e in table if e["recipe"] == recipe)
+        x, y, low, high = (list(column) for column in zip(*points, strict=True))
+        axes.fill_between(x, low, high, color=color, alpha=0.08, linewidth=0)
+        axes.plot(x, y, color=color, marker=marker, markersize=4, linewidth=1)
+        axes.annotate(
+            recipe, (x[0], y[0]), xytext=(-4, 0), textcoords="offset points", ha="right", fontsize=6, color=color
+        )
+    for family, (color, marker) in families.items():
+        axes.plot(
+            [],
+            [],
+            color=color,
+            marker=marker,
+            label={"evict": "eviction", "quantize": "quantization"}.get(family, family),
+        )
+    axes.set(
+        xlabel="bytes, as a share of the full FP16 cache", ylabel="KL(full || recipe) per token, nats", yscale="log"
+    )
+    axes.set_xlim(left=0)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=160)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.15, 0.25, 0.4])
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
+    parser.add_argument("--tokens", type=int, default=640, help="tokens that the model writes per prompt")
+    parser.add_argument("--prompts", type=int, default=10)
+    parser.add_argument("--buffer", type=int, default=16)
+    parser.add_argument("--storage", default="float16", choices=["model", "float16", "bfloat16"])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--output-dir", type=Path, default=Path("equal-bytes"))
+    options = parser.parse_args()
+    prompts = (files("kvcompress.bench") / "prompts.txt").read_text(encoding="utf-8").splitlines()[: options.prompts]
+    jobs = [(options, index, prompt) for index, prompt in enumerate(prompts)]
+    with get_context("spawn").Pool(options.workers) as pool:
+        rows = [row for found in pool.imap_unordered(run_prompt, jobs) for row in found]
+    table = summarize(rows, options.shares, options.recipes)
+    command = shlex.join(["python", "-m", "kvcompress.bench.equal_bytes", *sys.argv[1:]])
+    report = {
+        "command": command,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "kvcompress": kvcompress.__version__,
+        "machine": platform.platform(),
+        "model": options.model,
+        "table": table,
+        "runs": sorted(rows, key=lambda row: (row["share"], row["recipe"], row["prompt"])),
+    }
+    options.output_dir.mkdir(parents=True, exist_ok=True)
+    (options.output_dir / "equal_bytes.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    markdown = to_markdown(table, command)
+    (options.output_dir / "equal_bytes.md").write_text(markdown, encoding="utf-8")
+    draw(table, options.output_dir / "equal_bytes.png")
+    print(markdown)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""What is done to a cache in codes, against the same done to its content; and what such a cache takes in memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from mixed_oracle import CLOSE, MixedOracle, Pair, quantize, recipe, witnesses
+from test_oracle import batch, conversation
+from tiny import distinct, feed, generate, tiny
+from torch import Tensor
+
+import kvcompress
+from kvcompress import CacheError
+from kvcompress import cache as cache_module
+from kvcompress.cache import CompressedCache
+
+LADDER = {"stage": "ladder", "bits": [8, 4, 2], "shares": [0.1, 0.2, 0.4, 0.3]}
+INT4 = quantize("int4", share=0.1, sinks=2)
+KIVI = {**quantize("int2", share=0, sinks=0), "keys": {"codec": "per_channel", "bits": 2, "tokens": 4}}
+GROWING = {"quantize": recipe(INT4, buffer=8), "ladder": recipe(LADDER, buffer=8), "kivi": recipe(KIVI, buffer=8)}
+EVICTING = {
+    "vase-attnv + quantize": recipe(INT4, "vase-attnv", buffer=6),
+    "snapkv + ladder": recipe(LADDER, "snapkv", buffer=6),
+}
+CONFIGS = GROWING | EVICTING
+H2O = recipe(LADDER, "h2o")
+
+
+@pytest.fixture
+def paired(llama, plain) -> Callable[..., Any]:
+    """Two conversations of unequal length under a recipe, with an oracle each, past some events."""
+
+    @contextmanager
+    def make(config, ragged: bool = True, steps: int = 9) -> Iterator[tuple[Pair, list[list[int]]]]:
+        lengths = (27, 12) if ragged else (27, 27)
+        rows = [conversation(row, length, *[1] * steps) for row, length in enumerate(lengths)]
+        with kvcompress.apply(llama, config):
+            pair = Pair(llama, plain, config, 2)
+            for chunk in batch(*rows):
+                pair.feed(chunk)
+            yield pair, [[token] for token in range(70, 84)]
+
+    return make
+
+
+def state_of(cache: CompressedCache) -> list[Tensor]:
+    """Copies of all tensors of the stores, then what else a saved state holds, as text."""
+    return [tensor.clone() for store in cache.stores for tensor in store.tensors.values()]
+
+
+def assert_unchanged(cache: CompressedCache, before: list[Tensor], stats: Any) -> None:
+    assert all(torch.equal(*pair) for pair in zip(state_of(cache), before, strict=True))
+    assert cache.stats() == stats
+
+
+OPERATIONS = {
+    "reorder": (lambda cache: cache.reorder_cache(torch.tensor([1, 1])), [1, 1]),
+    "swap": (lambda cache: cache.reorder_cache(torch.tensor([1, 0])), [1, 0]),
+    "select": (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
+    "select by mask": (lambda cache: cache.batch_select_indices(torch.tensor([True, False])), [0]),
+    "repeat": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rows_of_the_batch(paired, name, operation):
+    """Rows of unequal length, so that pools are filled unequally, go on as what they were."""
+    operate, picked = OPERATIONS[operation]
+    with paired(CONFIGS[name]) as (pair, tokens):
+        operate(pair.cache)
+        pair.pick(picked)
+        for row in range(len(picked)):
+            pair.compare(row)
+        for token in tokens[:9]:
+            pair.feed([[token[0] + 3 * row] for row in range(len(picked))])
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("count", [1, 3, "ring"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_crop_within_the_ring(paired, name, count, ragged):
+    """As if the tokens had never come: before and after the next events."""
+    with paired(CONFIGS[name], ragged) as (pair, tokens):
+        count = min(row.ring for row in pair.cache.rows) if count == "ring" else count
+        pair.crop(count)
+        for token in tokens:
+            pair.feed([token, [token[0] + 20]])
+        pair.crop(1)
+        pair.feed([[1, 2, 3], [4, 5, 6]])
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, "h2o + ladder"])
+def test_crop_that_is_too_deep_is_refused_and_changes_nothing(paired, name):
+    with paired((CONFIGS | {"h2o + ladder": H2O})[name]) as (pair, tokens):
+        cache = pair.cache
+        deepest = min(row.ring for row in cache.rows)
+        before, stats = state_of(cache), cache.stats()
+        for count in (1 if "h2o" in name else deepest + 1, 20, cache.columns + 1, -3):
+            with pytest.raises(CacheError, match=r"^crop: "):
+                cache.crop(-count)
+            assert_unchanged(cache, before, stats)
+        for token in tokens[:4]:
+            pair.feed([token, token])
+
+
+def saved_and_loaded(cache: CompressedCache, path: Any) -> CompressedCache:
+    torch.save(cache.state_dict(), path)
+    loaded = CompressedCache(tiny("llama").config, cache.config)
+    loaded.model_config = cache.model_config
+    loaded.load_state_dict(torch.load(path, weights_only=True))
+    return loaded
+
+
+@pytest.mark.parametrize("copied", ["deepcopy", "state_dict", "to"])
+@pytest.mark.parametrize("name", [*CONFIGS, "h2o + ladder"])
+def test_copies_go_on_bit_for_bit(paired, tmp_path, name, copied):
+    """And apart: what happens to one doesn't reach the other."""
+    with paired((CONFIGS | {"h2o + ladder": H2O})[name], steps=5) as (pair, tokens):
+        cache, model = pair.cache, pair.model
+        before, stats = state_of(cache), cache.stats()
+        if copied == "deepcopy":
+            other = copy.deepcopy(cache)
+            # Attention is looked up by the config, whose copy the wrapped model doesn't know.
+            other.model_config = cache.model_config
+        elif copied == "state_dict":
+            other = saved_and_loaded(cache, tmp_path / "cache.pt")
+        else:
+            other = copy.deepcopy(cache).to("cpu")
+        assert_unchanged(other, before, stats)
+        mask, logits = pair.mask, []
+        for token in tokens:
+            mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
+            logits.append(feed(model, other, torch.tensor([token, token]), mask))
+        assert_unchanged(cache, before, stats)
+        for token, expected in zip(tokens, logits, strict=True):
+            assert torch.equal(pair.feed([token, token]), expected)
+        assert cache.stats() == other.stats()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_reset_begins_anew(paired, name):
+    with paired(CONFIGS[name]) as (pair, _):
+        pair.cache.reset()
+        assert pair.cache.stats().bytes_held == 0
+        fresh = CompressedCache(pair.model, CONFIGS[name])
+        ids = distinct(40, seed=3).reshape(1, 40)
+        for start, stop in ((0, 22), *((i, i + 1) for i in range(22, 40))):
+            logits = [feed(pair.model, cache, ids[:, start:stop]) for cache in (pair.cache, fresh)]
+            assert torch.equal(*logits)
+        assert pair.cache.stats() == fresh.stats()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_decode_step_that_fails_half_way_can_be_repeated(paired, name):
+    """Layers before the fault have written their token, the others have not; no event is due in this step."""
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with paired(CONFIGS[name]) as (pair, tokens):
+        failed = 0
+        for token in tokens:
+            if all(row.ring < 2 * pair.cache.layout.buffer - 1 for row in pair.cache.rows):
+                failed += 1
+                hook = pair.model.model.layers[1].self_attn.register_forward_pre_hook(fail)
+                with pytest.raises(KeyboardInterrupt):
+                    feed(pair.model, pair.cache, torch.tensor([[99], [98]]), torch.ones(2, pair.mask.shape[1] + 1))
+                hook.remove()
+            pair.feed([token, token])
+        assert failed >= 8
+
+
+# -- whole generations, recorded and repeated by oracles ---------------------------------------------------------------
+
+
+class Tape:
+    """Everything that a generation does to its cache, in order; ``play`` does the same to oracles and compares."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+        self.events: list[tuple[str, Any]] = []
+        self.cropped = 0
+        for name in ("reorder_cache", "crop"):
+            monkeypatch.setattr(CompressedCache, name, self._recording(name, getattr(CompressedCache, name)))
+        self._hook = model.register_forward_hook(self._note, with_kwargs=True)
+        self._captured: list[tuple[int, Tensor, Tensor]] = []
+
+    def _recording(self, name: str, original: Any) -> Any:
+        def record(cache: CompressedCache, argument: Any) -> None:
+            self.events.append((name, copy.copy(argument)))
+            original(cache, argument)
+
+        return record
+
+    def _note(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        self.events.append(("call", (kwargs["input_ids"].clone(), list(self._captured), output.logits.clone())))
+        self._captured.clear()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        with witnesses() as self._captured:
+            yield
+        self._hook.remove()
+
+    def play(self, plain: Any, config: Any, keys: list[int]) -> int:
+        """Returns the number of calls compared."""
+        oracles = [MixedOracle(plain, config, key) for key in keys]
+        calls = 0
+        for kind, argument in self.events:
+            if kind == "crop":
+                if argument:
+                    self.cropped -= argument
+                    for oracle in oracles:
+                        oracle.crop(-argument)
+            elif kind == "reorder_cache":
+                memo = {id(plain): plain}
+                oracles = [copy.deepcopy(oracles[row], dict(memo)) for row in argument.tolist()]
+            else:
+                ids, captured, logits = argument
+                calls += 1
+                for row, oracle in enumerate(oracles):
+                    oracle.witness = {layer: (keys[row], values[row]) for layer, keys, values in captured}
+                    expected = oracle(ids[row].tolist())[-logits.shape[1] :]
+                    torch.testing.assert_close(logits[row], expected, **CLOSE)
+        return calls
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_beams(monkeypatch, llama, plain, name):
+    tape = Tape(monkeypatch, llama)
+    with kvcompress.apply(llama, CONFIGS[name]) as handle, tape.recording():
+        generate(llama, distinct(30), 14, num_beams=3)
+        keys = handle.cache.identities.keys
+    assert tape.play(plain, CONFIGS[name], keys) == 14
+    orders = [argument.tolist() for kind, argument in tape.events if kind == "reorder_cache"]
+    assert any(order != [0, 1, 2] for order in orders)
+
+
+@pytest.mark.parametrize("alike", [False, True], ids=["bad assistant", "good assistant"])
+@pytest.mark.parametrize("name", GROWING)
+def test_assisted_generation(monkeypatch, llama, plain, name, alike):
+    """Drafts that are rejected are taken back from the ring."""
+    assistant = copy.deepcopy(plain) if alike else tiny("llama", seed=1, num_hidden_layers=1)
+    assistant.generation_config.update(
+        num_assistant_tokens=5, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+    )
+    tape = Tape(monkeypatch, llama)
+    with kvcompress.apply(llama, GROWING[name]) as handle, tape.recording():
+        generate(llama, distinct(30), 30, assistant_model=assistant)
+        keys = handle.cache.identities.keys
+    calls = tape.play(plain, GROWING[name], keys)
+    assert tape.cropped > (0 if alike else 50)
+    assert calls < 30
