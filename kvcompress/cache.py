@@ -231,8 +231,9 @@ class CompressedCache(Cache):
         if self.config.evicts:
             return self._relayout(states, self.pipeline.layout(needed - 2 * self.config.buffer, self.config.buffer))
         held = self.layout.capacity
-        room = max(needed, held + max(_GROWTH, held // 4)) if held else max(needed, self.reserve or needed + _GROWTH)
-        return self._relayout(states, growing_layout(self.pipeline, room))
+        tokens = needed - 1 if self.config.quantizes else needed
+        tokens = max(tokens, held + max(_GROWTH, held // 4) if held else self.reserve or tokens + _GROWTH)
+        return self._relayout(states, growing_layout(self.pipeline, tokens))
 
     def _relayout(self, states: list[RowState], layout: Layout) -> list[RowState]:
         moved = [replace(layout.refilled(row)) for row in states]

@@ -227,7 +227,8 @@ def compare(
     """Measure how far recipes move a model's predictions from those of the full cache, on one prompt.
 
     The full cache answers greedily; every recipe is then fed that answer token by token. --budget and --buffer go to
-    the recipes that evict, --set stage.field=... to those that have the stage.
+    the recipes that evict, --set stage.field=... to those that have the stage. --equal-bytes chooses budgets and shares
+    instead, so that all take the same bytes.
     """
     from kvcompress import console
     from kvcompress.compare import DEFAULT_RECIPES, comparison_configs
@@ -258,6 +259,7 @@ def compare(
             configs,
             max_new_tokens=max_new_tokens,
             ignore_eos=ignore_eos,
+            equal_bytes=_parse_equal_bytes(equal_bytes),
             progress=progress,
         )
     seeds = {config.seed for config in configs}
@@ -268,6 +270,7 @@ def compare(
         "seed": seeds.pop() if len(seeds) == 1 else None,
         "max_new_tokens": max_new_tokens,
         "ignore_eos": ignore_eos,
+        "equal_bytes": equal_bytes,
         "batch_size": 1,
     }
     document = comparison_document(comparison, loaded, settings_used)
@@ -359,6 +362,19 @@ def _parse_budget(budget: str | None) -> int | float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise KVCompressError(f"--budget: {budget!r} is not a number of tokens, nor a ratio between 0 and 1")
     return value
+
+
+def _parse_equal_bytes(text: str | None) -> int | float | str | None:
+    """A size, a ratio of the full cache, or, if it is neither, what may be the name of a recipe."""
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        pass
+    else:
+        return value if value < 1 else int(value)
+    return parse_quantity("--equal-bytes", text, BYTES, "8MiB") if text[:1].isdigit() else text
 
 
 def _check_count(option: str, value: int, least: int) -> None:

@@ -34,9 +34,7 @@ Tokens = Annotated[
     typer.Option("--context", help="Tokens per sequence: 16384 or 16K (K is 1024); by default the model's most."),
 ]
 Memory = Annotated[str | None, typer.Option(help="Of the device: 80GB (10^9 bytes) or 24GiB (2^30 bytes); G is GB.")]
-Reserve = Annotated[
-    str | None, typer.Option(help="Memory kept free for activations: 4GiB, or a share; by default 10%.")
-]
+Reserve = Annotated[str | None, typer.Option(help="Kept free for activations: 4GiB, or a share; by default 10%.")]
 Recipes = Annotated[
     list[str] | None, typer.Option("--recipes", "-r", help=f"Names or YAML files, by default {DEFAULT_RECIPES}.")
 ]
@@ -107,9 +105,7 @@ def plan(
         screen.print(note, style="dim")
 
 
-def _quantity(
-    option: str, text: str, units: Mapping[str, int], allowed: str, least: int = 1, most: int = 10**18
-) -> int:
+def _quantity(option: str, text: str, units: dict[str, int], allowed: str, least: int = 1, most: int = 10**18) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].lower() not in units:
         raise KVCompressError(f"{option}: {text!r} is not a quantity; write {allowed}")
@@ -179,13 +175,15 @@ def _from_model(name: str, dtype: str | None) -> ModelSize:
 
 
 def _hub_trouble(name: str) -> str | None:
-    """Why the hub doesn't give the config of a model, or None if it does; asked once, without retries."""
+    """Why the hub doesn't answer, or None if it does; asked once, without retries."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError
 
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json"))
-    except Exception as error:  # no network, no such model, no permission, or no name at all
-        return _first_line(error)
+    except Exception as error:  # no network, or not even a name
+        # Where the hub does answer, transformers finds better words for it.
+        return None if isinstance(error, HfHubHTTPError) and error.response.status_code < 500 else _first_line(error)
     return None
 
 
@@ -204,7 +202,8 @@ def _headline(result: Plan) -> str:
     parts = [f"{model.name} in {model.dtype}"]
     if result.weight_bytes is not None and model.parameters is not None:
         bits = "" if request.weight_bits is None else f" at {float(request.weight_bits):g} bits"
-        parts.append(f"{model.parameters / 10**9:.4g}B parameters{bits} = {_bytes(result.weight_bytes)}")
+        count = f"{model.parameters / 1e9:.4g}B" if model.parameters >= 1e9 else f"{model.parameters / 1e6:.4g}M"
+        parts.append(f"{count} parameters{bits} = {_bytes(result.weight_bytes)}")
     parts.append(f"batch {request.batch:,} x {request.context:,} tokens")
     if request.memory is not None and result.available is not None:
         parts.append(
@@ -263,9 +262,7 @@ def _notes(result: Plan) -> list[str]:
         notes.append("+: more would fit, but evict nothing within the context.")
     if model.windows:
         windows = " or ".join(f"{window:,}" for window in sorted({layer.window for layer in model.windows}))
-        notes.append(
-            f"{len(model.windows)} layers keep a window of {windows} tokens under any recipe; they are counted."
-        )
+        notes.append(f"Layers that keep a window of {windows} tokens under any recipe: {len(model.windows)}, counted.")
     if model.state_bytes:
         notes.append(f"Linear-attention states, {_bytes(model.state_bytes)} per sequence, are counted.")
     if model.max_context is not None and context > model.max_context:

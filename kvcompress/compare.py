@@ -139,9 +139,9 @@ def comparison_configs(
 
     Args:
         recipes: names or paths; each at most once.
-        budget, buffer: for the recipes that evict. seed: for all of them.
+        budget: for the recipes that evict. buffer: for those that evict or quantize. seed: for all of them.
         overrides: as for :func:`load_config`; ``stage.field`` goes to the recipes that have the stage, ``budget`` and
-            ``buffer`` to those that evict, every other field to all.
+            ``buffer`` as above, every other field to all.
 
     Raises:
         ConfigError: for an unknown or repeated recipe, an override that fits none, or an impossible budget.
@@ -159,11 +159,7 @@ def comparison_configs(
         if base.name in [config.name for config in configs]:
             raise ConfigError(f"recipe: {base.name!r} is given twice; name each recipe once")
         stages = {stage.stage for stage in base.stages}
-        fitting = {
-            key: value
-            for key, value in given.items()
-            if (key.partition(".")[0] in stages if "." in key else base.evicts or key not in ("budget", "buffer"))
-        }
+        fitting = {key: value for key, value in given.items() if _concerns(key, base, stages)}
         used |= fitting.keys()
         configs.append(load_config(recipe, fitting) if fitting else base)
     unused = sorted(given.keys() - used)
@@ -171,6 +167,15 @@ def comparison_configs(
         names = ", ".join(config.name for config in configs)
         raise ConfigError(f"override {unused[0]!r}: fits none of the recipes {names}")
     return configs
+
+
+def _concerns(key: str, config: CompressionConfig, stages: set[str]) -> bool:
+    """Whether an override means anything to a recipe."""
+    if key == "budget":
+        return config.evicts
+    if key == "buffer":
+        return config.evicts or config.quantizes
+    return "." not in key or key.partition(".")[0] in stages
 
 
 def compare(

@@ -206,8 +206,8 @@ def slots_needed(config: CompressionConfig, rows: Sequence[RowState], counts: Se
     """Tokens that there must be room for until the next event: K + B, or as many as a deferred prompt has then."""
     if not config.evicts:
         held = max(row.held + new for row, new in zip(rows, counts, strict=True))
-        # With codes, room for old tokens in whole blocks, and for a full ring.
-        return held if not config.quantizes else held // config.buffer * config.buffer + config.buffer
+        # A ring that is full moves a block of its tokens to the old slots, so with codes it must not be the last room.
+        return held + 1 if config.quantizes else held
     needed = config.max_slots
     for row, new in zip(rows, counts, strict=True):
         length = row.held + new

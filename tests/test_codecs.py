@@ -72,21 +72,20 @@ def test_sizes(codec):
                 codec.check(dim, "quantize.keys")
             continue
         codec.check(dim, "quantize.keys")
+        some = normal(2, 3, 2 * codec.block_tokens, dim)
         for dtype in DTYPES:
             expected = expected_parts(codec, dim, dtype)
             declared = codec.parts(dim, dtype)
             assert {name: (part.tokens, *part.shape, part.dtype) for name, part in declared.items()} == expected
-            for tokens in (2 * codec.block_tokens, 0):
-                vectors = normal(2, 3, tokens, dim).to(dtype)
-                encoded = codec.encode(vectors, dtype)
+            for vectors in (some.to(dtype), some[..., :0, :].to(dtype)):
+                tokens, encoded = vectors.shape[-2], codec.encode(vectors, dtype)
                 assert encoded.keys() == expected.keys()
                 for name, (shared_by, size, part_dtype) in expected.items():
                     assert encoded[name].shape == (2, 3, tokens // shared_by, size)
                     assert encoded[name].dtype == part_dtype
                 assert sum(part.nbytes for part in encoded.values()) == codec.bytes_per_token(dim, dtype) * 6 * tokens
-                for values in (codec.decode(encoded, dim), codec.reconstruct(encoded, dim)):
-                    assert (values.shape, values.dtype) == (vectors.shape, torch.float32)
-                error = codec.expected_error(vectors, dtype)
+                back, error = codec.reconstruct(encoded, dim), codec.expected_error(vectors, dtype)
+                assert (back.shape, back.dtype) == (vectors.shape, torch.float32)
                 assert (error.shape, error.dtype) == (vectors.shape[:-1], torch.float32)
 
 
@@ -221,7 +220,7 @@ def draw(kind, codec, dim, dtype):
 @pytest.mark.parametrize("kind", ["normal", "lognormal0.25", "lognormal0.5", "lognormal1", "student"])
 def test_error_model(codec, kind):
     for dim in [dim for dim in (80, 192) if fits(codec, dim)]:
-        for dtype in DTYPES:
+        for dtype in DTYPES if kind == "normal" else DTYPES[:1]:
             vectors = draw(kind, codec, dim, dtype)
             error = codec.reconstruct(codec.encode(vectors, dtype), dim) - vectors.float()
             ratio = float(error.square().mean() / codec.expected_error(vectors, dtype).mean())

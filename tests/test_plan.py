@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 import kvcompress
 from kvcompress.cli import app
+from kvcompress.cli_plan import _hub_trouble
 from kvcompress.errors import ConfigError, KVCompressError, UnsupportedModelError
 from kvcompress.footprint import cache_bytes
 from kvcompress.plan import MAX_CONTEXT, ModelSize, PlanRequest, Window, measure, plan
@@ -58,7 +60,7 @@ def refuses(*arguments) -> str:
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_the_command_tells_the_bytes_of_a_real_cache_and_the_parameters_of_the_real_model(kind, tmp_path):
+def test_the_command_tells_what_a_real_model_and_its_cache_hold(kind, tmp_path):
     model = tiny(kind, "eager")
     model.config.save_pretrained(tmp_path)
     names = ["full", "int4", "vase-attnv", "vase-attnv-int4"]
@@ -245,7 +247,7 @@ def test_memory_that_is_just_enough(spare):
 
 
 def total(config, tokens: int, sequences: int) -> int:
-    """Bytes of a cache of ``SIZE``, its two windows of at most 99 tokens by hand: 2 heads, 2 * 64 channels of 2 bytes."""
+    """Bytes of a cache of ``SIZE``, its windows of 99 tokens by hand: 2 heads, 2 * 64 channels of 2 bytes."""
     own = 1000 + 2 * min(tokens, 99) * 2 * 128 * 2
     return 2 * 8 + sequences * own + cache_bytes(config, SIZE.shapes, tokens, sequences)
 
@@ -378,7 +380,7 @@ def test_without_memory_only_bytes_are_told(folder):
     result = run(folder, "--context", 40, "--recipes", "full,vase-attnv", "--set", "budget=24", "--set", "buffer=8")
     assert result.exit_code == 0, result.stderr
     assert "fits" not in result.stdout
-    assert "1 layers keep a window of 16 tokens" in result.stdout
+    assert "Layers that keep a window of 16 tokens under any recipe: 1, counted." in result.stdout
     unknown = run(*SHAPES[:-2], "--context", "1k", "--json")
     assert json.loads(unknown.stdout)["recipes"][0]["total_bytes"] is None
 
@@ -400,8 +402,12 @@ def test_json_has_the_numbers_of_the_plan(folder):
     assert [row["recipe"] for row in document["recipes"]] == ["full", "int4", "vase-attnv"]
     for row in document["recipes"]:
         config = kvcompress.load_config(row["config"])
-        # "budget" and "buffer" go to the recipe that evicts.
-        assert (config.budget, config.buffer) == ((24, 8) if config.evicts else (None, 64))
+        # Overrides go to the recipes that they concern.
+        assert (config.budget, config.buffer) == {
+            "full": (None, 64),
+            "int4": (None, 8),
+            "vase-attnv": (24, 8),
+        }[config.name]
         expected = plan(measure(model.config, "", "float32"), [config], PlanRequest(50, 3, 2_000_000, 100_000)).recipes[
             0
         ]
@@ -507,6 +513,20 @@ def test_a_hub_out_of_reach_is_asked_once(monkeypatch):
         "'nosuch-org/nosuch-model' is no local folder and cannot be had from the hub (Name or service not known); give"
         in (message)
     )
+
+
+def test_a_hub_that_refuses_is_left_to_transformers(monkeypatch):
+    """A model that isn't there, or isn't for everybody, has an error message of transformers' own."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    def ask(status: int) -> str | None:
+        def refusing(url: str):
+            raise HfHubHTTPError("refused", response=SimpleNamespace(status_code=status, headers={}, request=None))
+
+        monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", refusing)
+        return _hub_trouble("org/model")
+
+    assert [ask(status) for status in (401, 404, 503)] == [None, None, "refused"]
 
 
 def test_a_config_that_was_downloaded_before_will_do(monkeypatch, llama):
