@@ -20,6 +20,7 @@ from kvcompress.cli_plan import plan
 from kvcompress.cli_recipes import BAD_INPUT, AsJson, print_json, recipes_app
 from kvcompress.config import load_config
 from kvcompress.errors import ConfigError, KVCompressError
+from kvcompress.quantities import BYTES, parse_quantity
 
 # Tokens that the two steps of the demo generate: minutes on two cores, and enough for the cache to be 4x smaller.
 _DEMO_TOKENS = (96, 128)

@@ -17,18 +17,13 @@ from rich.table import Table
 
 from kvcompress.cli_recipes import AsJson, print_json
 from kvcompress.errors import KVCompressError
+from kvcompress.quantities import BYTES, COUNTS, TOKENS, parse_quantity
 from kvcompress.stages import StoreStage
 
 if TYPE_CHECKING:
     from kvcompress.plan import ModelSize, Plan, RecipePlan
 
 DEFAULT_RECIPES = "full,int8,int4,vase-attnv,vase-attnv-int4"
-_TOKENS = {"": 1, "k": 2**10, "m": 2**20}
-_COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-_DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-_BYTES = {**_DECIMAL, **{f"{unit}b": factor for unit, factor in _DECIMAL.items()}, **_BINARY}
-
 Tokens = Annotated[
     str | None,
     typer.Option("--context", help="Tokens per sequence: 16384 or 16K (K is 1024); by default the model's most."),
@@ -75,9 +70,9 @@ def plan(
         raise KVCompressError(f"--batch: {batch} must be at least 1")
     if weight_bits is not None and not 0 < weight_bits <= 64:
         raise KVCompressError(f"--weight-bits: {weight_bits:g} must be above 0 and at most 64")
-    total = None if memory is None else _quantity("--memory", memory, _BYTES, "80GB, 24GiB or a number of bytes")
+    total = None if memory is None else parse_quantity("--memory", memory, BYTES, "80GB, 24GiB or a number of bytes")
     kept = _reserved(reserve, total)
-    length = None if context is None else _quantity("--context", context, _TOKENS, "16384 or 16K", most=MAX_CONTEXT)
+    length = None if context is None else parse_quantity("--context", context, TOKENS, "16384 or 16K", most=MAX_CONTEXT)
     if dtype is not None and dtype not in DTYPES:
         raise KVCompressError(f"--dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
     kind = None if dtype is None else str(DTYPES[dtype]).removeprefix("torch.")
@@ -105,16 +100,6 @@ def plan(
         screen.print(note, style="dim")
 
 
-def _quantity(option: str, text: str, units: dict[str, int], allowed: str, least: int = 1, most: int = 10**18) -> int:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].lower() not in units:
-        raise KVCompressError(f"{option}: {text!r} is not a quantity; write {allowed}")
-    value = int(Fraction(match[1]) * units[match[2].lower()])
-    if not least <= value <= most:
-        raise KVCompressError(f"{option}: {text!r} must be at least {least} and at most {most}")
-    return value
-
-
 def _reserved(text: str | None, memory: int | None) -> int:
     if memory is None:
         if text is not None:
@@ -123,7 +108,7 @@ def _reserved(text: str | None, memory: int | None) -> int:
     share = re.fullmatch(r"(\d+(?:\.\d+)?)%", text or "10%")
     if share is not None and Fraction(share[1]) < 100:
         return int(memory * Fraction(share[1]) / 100)
-    return _quantity("--reserve", text or "", _BYTES, "4GiB, or a share of the memory below 100%", least=0)
+    return parse_quantity("--reserve", text or "", BYTES, "4GiB, or a share of the memory below 100%", least=0)
 
 
 def _from_shapes(shapes: Mapping[str, int | None], parameters: str | None, dtype: str) -> ModelSize:
@@ -140,7 +125,7 @@ def _from_shapes(shapes: Mapping[str, int | None], parameters: str | None, dtype
     layers, heads, kv_heads, dim = given.values()
     if heads % kv_heads:
         raise KVCompressError(f"--heads: {heads} must be a multiple of the {kv_heads} KV heads")
-    count = None if parameters is None else _quantity("--parameters", parameters, _COUNTS, "4B, 135M or 0", 0)
+    count = None if parameters is None else parse_quantity("--parameters", parameters, COUNTS, "4B, 135M or 0", 0)
     alike = tuple(LayerShape(layer, heads, kv_heads, dim, dim) for layer in range(layers))
     return ModelSize(f"{layers} layers x {kv_heads} KV heads x {dim}", dtype, alike, parameters=count)
 

@@ -66,13 +66,15 @@ def decode(store: SlotStore, local: int, plan: StepPlan, call: LayerCall) -> Ten
     start, stop = plan.span
     device = call.keys.device
 
-    def in_use(pool: int, slots: slice) -> Tensor:
+    def in_use(pool: int, slots: slice) -> Tensor | None:
+        if not (plan.coded_masked if pool else plan.masked):
+            return None
         if (device, pool) not in plan.in_use:
             plan.in_use[device, pool] = _slots_in_use(store, local, pool, slots)
         return plan.in_use[device, pool]
 
     span = slice(start, stop)
-    mask = in_use(0, span) if plan.masked else None
+    mask = in_use(0, span)
     keys, values = store.keys[local, :, :, span], store.values[local, :, :, span]
     options = (call.scaling, call.softcap, call.sinks)
     if store.rungs or keys.dtype != call.queries.dtype:
@@ -89,14 +91,14 @@ def decode(store: SlotStore, local: int, plan: StepPlan, call: LayerCall) -> Ten
 
 
 def _coded_segments(
-    store: SlotStore, local: int, plan: StepPlan, in_use: Callable[[int, slice], Tensor]
+    store: SlotStore, local: int, plan: StepPlan, in_use: Callable[[int, slice], Tensor | None]
 ) -> list[Segment]:
     """The coded pools of a layer, those without tokens left out."""
     return [
         Segment(
             store.coded(rung, "keys", local, slots),
             store.coded(rung, "values", local, slots),
-            in_use(rung, slice(0, slots)) if plan.coded_masked else None,
+            in_use(rung, slice(0, slots)),
         )
         for rung, slots in enumerate(plan.coded, start=1)
         if slots
@@ -163,35 +165,28 @@ def chunk(store: SlotStore, local: int, plan: StepPlan, call: LayerCall, sequenc
 
 
 def _segments(store: SlotStore, local: int, plan: StepPlan) -> list[Segment]:
-    """What a layer holds, for queries of several tokens."""
-    span = slice(*plan.span)
+    """What a layer holds, with masks for queries of several tokens."""
 
     def in_use(pool: int, slots: slice) -> Tensor:
         return _slots_in_use(store, local, pool, slots).expand(-1, -1, plan.length, -1)
 
-    keys, values = store.keys[local, :, :, span], store.values[local, :, :, span]
-    coded = [
-        segment._replace(mask=in_use(rung, slice(0, segment.tokens)))
-        for rung, segment in zip(
-            (rung for rung, slots in enumerate(plan.coded, start=1) if slots),
-            _coded_segments(store, local, plan, in_use),
-            strict=True,
-        )
-    ]
-    return [Segment(keys, values, in_use(0, span)), *coded]
+    span = slice(*plan.span)
+    own = Segment(store.keys[local, :, :, span], store.values[local, :, :, span], in_use(0, span))
+    return [own, *_coded_segments(store, local, plan, in_use)]
 
 
 def _attend_chunk(
     segments: list[Segment], call: LayerCall, allowed: Tensor, options: tuple[float, float | None, Tensor | None]
 ) -> Tensor:
     """Attention of a chunk to what is stored and to itself, by ``allowed``."""
-    stored = segments[0]
-    own = Segment(call.keys, call.values, allowed)
-    if len(segments) > 1 or stored.keys.dtype != call.queries.dtype:
-        return segment_attention(call.queries, [*segments, own], *options)
-    keys, values = (torch.cat(pair, dim=2) for pair in ((stored.keys, own.keys), (stored.values, own.values)))
-    assert stored.mask is not None
-    return slot_attention(call.queries, keys, values, torch.cat([stored.mask, allowed], dim=-1), *options)
+    keys, values, mask = segments[0]
+    assert isinstance(keys, Tensor)
+    assert isinstance(values, Tensor)
+    assert mask is not None
+    if len(segments) > 1 or keys.dtype != call.queries.dtype:
+        return segment_attention(call.queries, [*segments, Segment(call.keys, call.values, allowed)], *options)
+    keys, values = torch.cat([keys, call.keys], dim=2), torch.cat([values, call.values], dim=2)
+    return slot_attention(call.queries, keys, values, torch.cat([mask, allowed], dim=-1), *options)
 
 
 def _store_group(

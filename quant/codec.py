@@ -91,7 +91,8 @@ class Codec(BaseModel, ABC):
         Args:
             vectors: finite, any float dtype. dtype: of the metadata.
         """
-        return self._encode(self.into_basis(vectors.float()) / self._gain(vectors.shape[-1]), dtype)
+        # Divided first, so that the sums of a rotation cannot overflow.
+        return self._encode(self.into_basis(vectors.float() / self._gain(vectors.shape[-1])), dtype)
 
     def reconstruct(self, parts: Mapping[str, Tensor], dim: int) -> Tensor:
         """(..., N, dim) float32 in the basis that the vectors came in."""
@@ -101,7 +102,8 @@ class Codec(BaseModel, ABC):
         """Predicted mean squared error per element of each token: (..., N) float32."""
         gain = self._gain(vectors.shape[-1])
         # Leaving the basis multiplies squared lengths by the gain.
-        return self._expected_error(self.into_basis(vectors.float()) / gain, dtype) * gain
+        error = self._expected_error(self.into_basis(vectors.float() / gain), dtype) * gain
+        return error.clamp_max(torch.finfo(torch.float32).max)
 
     def into_basis(self, vectors: Tensor) -> Tensor:
         """H x, for queries that meet decoded keys: (H q) . decode(k) = q . k. Unchanged without rotation."""

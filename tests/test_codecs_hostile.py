@@ -298,3 +298,15 @@ def test_refused_settings(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ConfigError, match=r"^values: nf4 needs bitsandbytes: pip install 'kvcompress\[quant\]'$"):
         NF4().check(64, "values")
+
+
+def test_a_rotation_of_the_largest_numbers_stays_finite():
+    """Rotated sums of 64 numbers near 3e38 overflow float32 unless they are scaled first."""
+    vectors = torch.full((1, 3, 64), 3e38).to(torch.bfloat16)
+    vectors[:, 1, ::2] *= -1
+    codec = Uniform(bits=8, rotate=True)
+    parts = codec.encode(vectors, torch.bfloat16)
+    assert all(torch.isfinite(part.float()).all() for part in parts.values())
+    decoded = codec.decode(parts, 64)
+    assert torch.isfinite(decoded).all()
+    assert torch.isfinite(codec.expected_error(vectors, torch.bfloat16)).all()

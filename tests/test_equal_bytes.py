@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from text_model import PROMPT, save_text_model
 from tiny import feed, prompt, tiny
+from typer.testing import CliRunner
 
 import kvcompress
+from kvcompress.cli import app
 from kvcompress.compare import compare, comparison_configs
 from kvcompress.equal_bytes import equalize, solve_for_bytes
 from kvcompress.errors import ConfigError
@@ -109,6 +114,56 @@ def test_a_comparison_holds_the_bytes_it_was_asked_for():
         assert result.bytes_held == solved.bytes_held
         if result.name != "full":
             assert 0.97 * comparison.equalized.target < result.bytes_held <= comparison.equalized.target
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_text_model(tmp_path_factory.mktemp("model"))
+
+
+def run(folder, target, *more):
+    recipes = ("-r", "full", "-r", "snapkv", "-r", "vase-attnv-int8", "--set", "buffer=4")
+    arguments = ["compare", PROMPT, "-m", folder, *recipes, "-n", 30, "--ignore-eos", "--equal-bytes", target, *more]
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("target", ["0.5", "24KB", "24000", "snapkv"])
+def test_the_command_line_says_what_it_chose(folder, target):
+    more = ["--budget", 40] if target == "snapkv" else []
+    result = run(folder, target, "--json", *more)
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    held = {entry["recipe"]: entry["kv_bytes_held"] for entry in document["recipes"]}
+    asked = document["equal_bytes"]["target"]
+    if target.startswith("24"):
+        assert asked == 24_000
+    elif target == "0.5":
+        # Keys, values and positions of 62 + 30 tokens in 2 layers of 2 heads of 16 float32 numbers.
+        assert asked == 2 * 92 * 2 * (2 * 16 * 4 + 4) // 2
+    assert held["full"] > asked
+    for name in ("snapkv", "vase-attnv-int8"):
+        assert 0.9 * asked < held[name] <= asked
+        assert document["equal_bytes"]["chosen"][name].startswith("budget ")
+    assert document["settings"]["equal_bytes"] == target
+
+
+def test_the_table_has_a_column_for_what_was_chosen(folder):
+    result = run(folder, "0.2")
+    assert result.exit_code == 0, result.stderr
+    table = " ".join(result.stdout.split())
+    assert "chosen" in table
+    assert "budget" in table
+    assert "All recipes at" in table
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [("8 parsecs", "'8 parsecs' is not a quantity; write 8MiB"), ("int5", "'int5' is no size"), ("-1", "-1.0 is no ratio")],
+)
+def test_other_targets_are_refused(folder, target, message):
+    result = run(folder, target)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
 
 
 @pytest.mark.parametrize("name", ["full", "int4", "kivi", "vase-attnv-int4", "ladder", "h2o"])
