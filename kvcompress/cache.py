@@ -458,8 +458,21 @@ class CompressedCache(Cache):
             events=[row.events for row in self.rows],
             tokens_seen=[row.seen for row in self.rows],
             tokens_kept=[row.held for row in self.rows],
+            precisions=self._precisions(),
             backend="torch",
         )
+
+    def _precisions(self) -> dict[str, list[int]]:
+        if not self.stores:
+            return {}
+        names = [str(self.stores[0].geometry.dtype).removeprefix("torch.")]
+        names += [rung.label for rung in self.stores[0].rungs]
+        counts: dict[str, list[int]] = {name: [0] * len(self.rows) for name in names}
+        for index, row in enumerate(self.rows):
+            high, *coded = self.layout.divide(row.old)
+            for name, count in zip(names, [high + row.ring, *coded], strict=True):
+                counts[name][index] += count
+        return counts
 
     def kept_positions(self, layer: int, row: int = 0) -> Tensor:
         """Positions of the tokens held by one sequence in one layer: (kv_heads, tokens) int64, ascending."""

@@ -11,11 +11,14 @@ class CacheStats:
     """What a cache holds.
 
     Attributes:
-        bytes_held: bytes of all tensors held: slots in use or not, positions, query window, layers left as they are.
-        bytes_full: bytes that a full cache would hold for the tokens seen (padding not counted).
+        bytes_held: bytes of all tensors held: slots in use or not, codes, scales, positions, statistics, query window,
+            layers left as they are.
+        bytes_full: bytes that a full cache would hold for the tokens seen (padding not counted), in the type of the
+            slots.
         events: compressions of each sequence (each covers all layers).
         tokens_seen: tokens of each sequence.
         tokens_kept: slots in use of each sequence, per compressed layer and KV head.
+        precisions: how many of those are in which precision, by the name of the type or codec.
         backend: what computed attention over the slots.
     """
 
@@ -24,6 +27,7 @@ class CacheStats:
     events: list[int]
     tokens_seen: list[int]
     tokens_kept: list[int]
+    precisions: dict[str, list[int]]
     backend: str
 
     @property

@@ -158,7 +158,11 @@ def test_the_table_has_a_column_for_what_was_chosen(folder):
 
 @pytest.mark.parametrize(
     ("target", "message"),
-    [("8 parsecs", "'8 parsecs' is not a quantity; write 8MiB"), ("int5", "'int5' is no size"), ("-1", "-1.0 is no ratio")],
+    [
+        ("8 parsecs", "'8 parsecs' is not a quantity; write 8MiB"),
+        ("int5", "'int5' is no size"),
+        ("-1", "-1.0 is no ratio"),
+    ],
 )
 def test_other_targets_are_refused(folder, target, message):
     result = run(folder, target)

@@ -152,6 +152,16 @@ def test_budgets_that_are_no_multiple_of_the_buffer(llama, plain, budget, buffer
     assert_follows_oracle(llama, plain, config, batch(conversation(0, 40, *[1] * 20)))
 
 
+def test_equal_ranks_favour_the_recent(llama, plain):
+    """Nothing protects the sinks from eviction here, and once they are gone their slots go to tokens of equal rank."""
+    stages = ["recency", "top_k", quantize("int4", share=0, sinks=3)]
+    config = kvcompress.load_config({"budget": 20, "buffer": 4, "stages": stages})
+    pair = assert_follows_oracle(llama, plain, config, batch(conversation(3, 22, *[1] * 20)))
+    full = {p for p, token in pair.oracles[0].tokens[0][0].items() if token.kind == "full"}
+    assert len(full) == 3
+    assert min(full) > 2
+
+
 @pytest.mark.parametrize("name", ["quantize", "ladder", "vase-attnv+quantize", "snapkv+ladder"])
 def test_storage_in_half_precision(llama, plain, name):
     """The model computes in float32; slots, scales and remembered statistics are float16."""
