@@ -10,7 +10,8 @@ slots of those that leave, at most ``buffer`` rows per head in the steady state.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -191,9 +192,8 @@ class _Event:
             if not held:
                 continue
             pool = {name: tensor[:, :, :held] for name, tensor in self._pool(rung).items()}
-            for name in ("keys", "values"):
-                vectors = self._vectors(rung, name, held)
-                tokens[name] = torch.cat([tokens[name].float(), vectors], dim=2)
+            tokens["keys"] = torch.cat([tokens["keys"].float(), self._vectors(rung, "keys", held)], dim=2)
+            tokens["values"] = torch.cat([tokens["values"].float(), self._vectors(rung, "values", held)], dim=2)
             for name in tokens.keys() - {"keys", "values"}:
                 tokens[name] = torch.cat([tokens[name], pool[name]], dim=2)
         layers = store.layers[self.part]
@@ -221,14 +221,14 @@ class _Event:
             known={name: tokens[f"statistic.{name}"].float() for name in store.pipeline.statistics},
         )
 
-    def _vectors(self, rung: int, name: str, held: int) -> Tensor:
+    def _vectors(self, rung: int, name: Literal["keys", "values"], held: int) -> Tensor:
         """(layers * rows, kv_heads, held, dim) float32 of a coded pool."""
-        coded = self.store.coded(rung, name, self.part, held)  # type: ignore[arg-type]
+        coded = self.store.coded(rung, name, self.part, held)
         parts = {
             part: tensor.flatten(0, 1) if len(self.rows) > 1 else tensor[:, self.rows[0]]
             for part, tensor in coded.parts.items()
         }
-        return type(coded)(coded.codec, parts, coded.dim, coded.channels).vectors()
+        return replace(coded, parts=parts).vectors()
 
     # -- placing -------------------------------------------------------------------------------------------------
 

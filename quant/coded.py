@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from kvcompress.quant.codec import Codec
@@ -56,11 +55,3 @@ class Coded:
     def vectors(self) -> Tensor:
         """(..., N, channels) float32, all of them in the basis that they came in."""
         return self.out_of_basis(self.block(0, self.tokens))
-
-    def flatten(self) -> Coded:
-        """The same with the first two axes joined."""
-        return Coded(self.codec, {n: p.flatten(0, 1) for n, p in self.parts.items()}, self.dim, self.channels)
-
-
-def is_coded(states: Tensor | Coded) -> bool:
-    return not isinstance(states, torch.Tensor)

@@ -70,7 +70,7 @@ def test_codecs_that_do_not_fit_are_refused_before_anything_runs(codec, message)
 
 def test_three_bits_need_eight_channels():
     model = tiny("llama", head_dim=20)
-    with pytest.raises(ConfigError, match="quantize.values.bits: 3-bit codes .* it is 20; legal bits: 2, 4, 8"):
+    with pytest.raises(ConfigError, match=r"quantize.values.bits: 3-bit codes .* it is 20; legal bits: 2, 4, 8"):
         kvcompress.apply(model, {"stages": [{"stage": "quantize", "keys": "int4", "values": "int3"}]})
     with kvcompress.apply(model, {"stages": [{"stage": "quantize", "keys": "int4", "values": "int2"}]}):
         generate(model, prompt(20), 5)

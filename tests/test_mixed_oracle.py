@@ -89,6 +89,17 @@ def test_hybrids(llama, plain, base, store):
     assert rungs_in_use(pair) >= ({"ring", "full", 1} if store == "quantize" else {"ring", 1, 2, 3})
 
 
+@pytest.mark.parametrize(
+    "stage", [{"stage": "value_range", "share": 0.5}, {"stage": "value_norm", "statistic": "absmax"}]
+)
+def test_selection_by_remembered_statistics(llama, plain, stage):
+    """Rotated codes of two bits have other ranges than the values had, by which eviction goes on judging them."""
+    scores = ["recency"] if "share" in stage else [stage]
+    stages = [stage] * ("share" in stage) + [*scores, "top_k", quantize({"bits": 2, "rotate": True}, share=0.1)]
+    config = kvcompress.load_config({"budget": 24, "buffer": 4, "stages": stages})
+    assert_follows_oracle(llama, plain, config, batch(conversation(6, 40, *[1] * 13)))
+
+
 LADDERS = {
     "range": {},
     "error": {"by": "error"},

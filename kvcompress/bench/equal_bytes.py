@@ -4,7 +4,8 @@
 
 For every prompt the model writes an answer with its full cache, sampled. Every recipe, with the setting at which its
 cache takes a given share of the full cache's bytes (:mod:`kvcompress.equal_bytes`), then reads the same text, as many
-tokens at a time as come before its next event, which gives what one token at a time gives. Written as JSON, as a
+tokens at a time as come before its next event, which gives what one token at a time gives. Prompts are read side by
+side, in as many batches as there are workers. Written as JSON, as a
 Markdown table and as a figure: the divergence KL(full || recipe) per token and how often both prefer the same token,
 with 95 % confidence intervals from a bootstrap over prompts.
 """
@@ -43,71 +44,93 @@ RECIPES = (
 _RESAMPLES = 10_000
 
 
-def write_answer(model: Any, tokenizer: Any, prompt: str, tokens: int, seed: int) -> tuple[Tensor, int]:
-    """(1, prompt + tokens) ids of a sampled conversation, and the length of the prompt."""
-    inputs = encode_prompt(tokenizer, prompt)
+def write_answers(model: Any, tokenizer: Any, prompts: Sequence[str], tokens: int, seed: int) -> tuple[Tensor, int]:
+    """Sampled conversations of equal length: (prompts, columns) ids, and the length of the longest prompt.
+
+    Answers are cut at the end to the length of the shortest; up to the longest prompt all are read at once.
+    """
+    rows = [encode_prompt(tokenizer, prompt)["input_ids"][0] for prompt in prompts]
+    longest = max(len(row) for row in rows)
+    padding = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    ids = torch.full((len(rows), longest), padding)
+    mask = torch.zeros_like(ids)
+    for index, row in enumerate(rows):
+        ids[index, longest - len(row) :] = row
+        mask[index, longest - len(row) :] = 1
     torch.manual_seed(seed)
-    ids: Tensor = model.generate(
-        **inputs, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=True, temperature=0.7, top_p=0.95
-    )
-    return ids, inputs["input_ids"].shape[1]
+    settings = {
+        "max_new_tokens": tokens,
+        "min_new_tokens": tokens,
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_p": 0.95,
+    }
+    written = model.generate(input_ids=ids, attention_mask=mask, pad_token_id=padding, **settings)
+    columns = min(len(row) for row in rows) + tokens
+    unpadded = [written[index, longest - len(row) :][:columns] for index, row in enumerate(rows)]
+    return torch.stack(unpadded), longest
 
 
-def log_probabilities(model: Any, cache: CompressedCache | None, ids: Tensor, prompt: int) -> Tensor:
-    """(tokens after the prompt, vocabulary) of what follows each of them but the last, by the cache's recipe."""
+def log_probabilities(model: Any, cache: CompressedCache, ids: Tensor, prompt: int) -> Tensor:
+    """(rows, columns - prompt, vocabulary): what follows each token after the prompt, under the recipe of the cache.
+
+    Args:
+        ids: (rows, columns), without padding. prompt: columns that are read at once.
+    """
     logits = []
     start, stop = 0, prompt
-    keyword = {cache_keyword(model): cache} if cache is not None else {"use_cache": False}
     while start < ids.shape[1]:
-        out = model(input_ids=ids[:, start:stop], **keyword).logits[0]
+        out = model(input_ids=ids[:, start:stop], **{cache_keyword(model): cache}).logits
         if start:
             logits.append(out)
-        start, room = stop, cache.until_event() if cache is not None else None
+        start, room = stop, cache.until_event()
         stop = ids.shape[1] if room is None else min(ids.shape[1], start + room)
-    return torch.cat(logits).float().log_softmax(dim=-1)
+    return torch.cat(logits, dim=1).float().log_softmax(dim=-1)
 
 
-def run_prompt(job: tuple[argparse.Namespace, int, str]) -> list[dict[str, Any]]:
-    """All recipes at all sizes on one prompt."""
-    options, index, prompt = job
+def run_prompts(job: tuple[argparse.Namespace, int, list[str]]) -> list[dict[str, Any]]:
+    """All recipes at all sizes on some prompts, of which the first has number ``first``."""
+    options, first, prompts = job
     torch.set_num_threads(1)
     model, tokenizer = load_model(options.model)
-    ids, length = write_answer(model, tokenizer, prompt, options.tokens, options.seed + index)
-    context = ids.shape[1]
     shapes = layer_shapes(model.config)
-    whole = cache_bytes(kvcompress.load_config("full", storage=options.storage), shapes, context)
-    rows = []
     full = kvcompress.load_config("full", storage=options.storage)
-    with torch.inference_mode(), kvcompress.apply(model, "full"):
-        reference = log_probabilities(model, CompressedCache(model, full, reserve=context), ids, length)
-        for share in options.shares:
-            for recipe in options.recipes:
-                row: dict[str, Any] = {"prompt": index, "share": share, "recipe": recipe}
-                try:
-                    solved = solve_for_bytes(
-                        base_config(recipe, options), shapes, context, int(share * whole), "float16"
-                    )
-                except ConfigError:
-                    continue
-                cache = CompressedCache(model, solved.config, [index], reserve=context)
-                found = log_probabilities(model, cache, ids, length)
-                divergence = (reference.exp() * (reference - found)).sum(dim=-1).clamp_min(0)
-                held = cache.stats().bytes_held
-                if held != solved.bytes_held:
-                    raise AssertionError(f"{recipe}: holds {held} bytes, {solved.bytes_held} were predicted")
-                rows.append(
-                    row
-                    | {
-                        "chosen": solved.chosen,
-                        "bytes": held,
-                        "bytes_share": held / whole,
-                        "context": context,
-                        "kl": float(divergence.double().mean()),
-                        "agreement": float((reference.argmax(-1) == found.argmax(-1)).double().mean()),
-                    }
-                )
-    print(f"prompt {index}: {len(rows)} runs over {context} tokens", flush=True)
+    rows = []
+    with torch.inference_mode():
+        ids, prompt = write_answers(model, tokenizer, prompts, options.tokens, options.seed + first)
+        context = ids.shape[1]
+        whole = cache_bytes(full, shapes, context)
+        with kvcompress.apply(model, "full"):
+            reference = log_probabilities(model, CompressedCache(model, full, reserve=context), ids, prompt)
+            for share in options.shares:
+                for recipe in options.recipes:
+                    config = base_config(recipe, options)
+                    try:
+                        solved = solve_for_bytes(config, shapes, context, int(share * whole), "float16")
+                    except ConfigError:
+                        continue
+                    numbers = [first + index for index in range(len(prompts))]
+                    cache = CompressedCache(model, solved.config, numbers, reserve=context)
+                    found = log_probabilities(model, cache, ids, prompt)
+                    held = cache.stats().bytes_held
+                    if held != solved.bytes_held * len(prompts):
+                        raise AssertionError(
+                            f"{recipe}: holds {held} bytes, {solved.bytes_held} per row were predicted"
+                        )
+                    entry = {"share": share, "recipe": recipe, "chosen": solved.chosen, "context": context}
+                    entry |= {"bytes": solved.bytes_held, "bytes_share": solved.bytes_held / whole}
+                    for index, number in enumerate(numbers):
+                        kl, agreement = distance(reference[index], found[index])
+                        rows.append({"prompt": number, **entry, "kl": kl, "agreement": agreement})
+                    print(f"prompts {numbers}, {share:.0%}, {recipe}: KL {rows[-1]['kl']:.4f}", flush=True)
     return rows
+
+
+def distance(full: Tensor, other: Tensor) -> tuple[float, float]:
+    """KL(full || other) in nats, and how often both have the same first choice: means over (tokens, vocabulary)."""
+    divergence = (full.exp() * (full - other)).sum(dim=-1).clamp_min(0)
+    same = full.argmax(dim=-1) == other.argmax(dim=-1)
+    return float(divergence.double().mean()), float(same.double().mean())
 
 
 def base_config(recipe: str, options: argparse.Namespace) -> CompressionConfig:
@@ -210,9 +233,10 @@ def main() -> None:
     parser.add_argument("--output-dir", type=Path, default=Path("equal-bytes"))
     options = parser.parse_args()
     prompts = (files("kvcompress.bench") / "prompts.txt").read_text(encoding="utf-8").splitlines()[: options.prompts]
-    jobs = [(options, index, prompt) for index, prompt in enumerate(prompts)]
+    size = -(-len(prompts) // options.workers)
+    jobs = [(options, first, prompts[first : first + size]) for first in range(0, len(prompts), size)]
     with get_context("spawn").Pool(options.workers) as pool:
-        rows = [row for found in pool.imap_unordered(run_prompt, jobs) for row in found]
+        rows = [row for found in pool.imap_unordered(run_prompts, jobs) for row in found]
     table = summarize(rows, options.shares, options.recipes)
     command = shlex.join(["python", "-m", "kvcompress.bench.equal_bytes", *sys.argv[1:]])
     report = {

@@ -28,7 +28,7 @@ import transformers
 from torch import Tensor
 
 import kvcompress
-from kvcompress.bench.equal_bytes import write_answer
+from kvcompress.bench.equal_bytes import write_answers
 from kvcompress.kernels.decode_attention import attention_reference
 from kvcompress.kernels.value_statistics import value_statistic
 from kvcompress.kernels.window_scores import window_scores
@@ -282,7 +282,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model, tokenizer = load_model(options.model)
     with torch.no_grad():
-        ids, _ = write_answer(model, tokenizer, options.prompt, options.tokens, options.seed)
+        ids, _ = write_answers(model, tokenizer, [options.prompt], options.tokens, options.seed)
         found = measure(snapshots(model, ids), options.shares)
     command = shlex.join(["python", "-m", "kvcompress.bench.precision", *sys.argv[1:]])
     report = {
