@@ -301,8 +301,9 @@ class CompressedCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        """Whether a rollback leaves no trace: nothing has been or will be evicted, and other layers can crop."""
-        return not self.config.evicts and all(layer.is_croppable for layer in self.own_layers())
+        """Whether a rollback leaves no trace: nothing is evicted or adds up over time, and other layers can crop."""
+        lasting = self.config.evicts or self.pipeline.needs_mass
+        return not lasting and all(layer.is_croppable for layer in self.own_layers())
 
     @property
     def is_initialized(self) -> bool:
@@ -358,7 +359,7 @@ class CompressedCache(Cache):
             raise CacheError(f"crop: cannot remove {count} tokens, the cache has seen {self.columns}")
         if self.interior_padding:
             raise CacheError("crop: the batch has padding after its prompts, so rows cannot be rolled back by columns")
-        if self.config.evicts and self.pipeline.needs_mass:
+        if self.pipeline.needs_mass:
             raise CacheError(
                 f"crop: {self.config.name} adds up the attention that tokens receive, and cannot take back what "
                 "removed tokens gave"

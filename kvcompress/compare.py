@@ -224,8 +224,10 @@ def compare(
                 "max_new_tokens: the model ended its answer after one token, which leaves nothing to compare; "
                 "use another prompt, or ignore the end of the answer (--ignore-eos)"
             )
+        # At equal bytes, room for the whole context at once: nobody is charged for slots that a later token might need.
+        room = None if equalized is None else length
         results = [
-            _replay(model, input_ids, config, length, reference.tokens, log_probs, progress) for config in resolved
+            _replay(model, input_ids, config, room, reference.tokens, log_probs, progress) for config in resolved
         ]
     return Comparison(reference, results, equalized)
 
@@ -284,7 +286,7 @@ def _replay(
     model: Any,
     input_ids: Tensor,
     config: CompressionConfig,
-    context_length: int,
+    context_length: int | None,
     tokens: Tensor,
     reference: Tensor,
     progress: Progress,
@@ -296,7 +298,6 @@ def _replay(
     kl: list[Tensor] = []
     agrees: list[Tensor] = []
     kv_bytes: list[int] = []
-    # Room for the whole context at once, so that no recipe is charged for slots that a later token might need.
     with apply(model, config, context_length=context_length) as handle:
         cache = handle.new_cache()
         runner = _Runner(model, cache)

@@ -11,6 +11,8 @@ from test_oracle import batch, conversation
 from tiny import tiny
 
 import kvcompress
+from kvcompress import event
+from kvcompress.kernels import segment_attention
 
 LADDER = {"stage": "ladder", "bits": [8, 4, 2], "shares": [0.1, 0.2, 0.4, 0.3]}
 EVICTING = ["snapkv", "vase-attnv", "vase-dkv", "streaming-llm", "h2o"]
@@ -181,6 +183,16 @@ def test_storage_in_half_precision(llama, plain, name):
     rows = [conversation(seed, 30, *[1] * 9, 9, *[1] * 5) for seed in (7, 8)]
     pair = assert_follows_oracle(llama, plain, config, batch(*rows))
     assert {t.dtype for t in pair.cache.stores[0].tensors.values()} == {torch.float16, torch.int32, torch.uint8}
+
+
+@pytest.mark.parametrize("base", ["vase-attnv", "h2o"])
+def test_work_in_slices(monkeypatch, llama, plain, base):
+    """Events of one layer at a time, attention over five tokens at a time and one query: the same."""
+    monkeypatch.setattr(event, "_EVENT_ELEMENTS", 1)
+    monkeypatch.setattr(segment_attention, "BLOCK", 5)
+    monkeypatch.setattr(segment_attention, "_SLICE_ELEMENTS", 1)
+    rows = [conversation(seed, 20, *[1] * 9, 7, 1, 1) for seed in (1, 2)]
+    assert_follows_oracle(llama, plain, recipe(LADDER, base), batch(*rows))
 
 
 @pytest.mark.parametrize("base", [None, "vase-attnv"])

@@ -52,7 +52,7 @@ def paired(llama, plain) -> Callable[..., Any]:
 
 
 def state_of(cache: CompressedCache) -> list[Tensor]:
-    """Copies of all tensors of the stores, then what else a saved state holds, as text."""
+    """Copies of all tensors of the stores."""
     return [tensor.clone() for store in cache.stores for tensor in store.tensors.values()]
 
 
@@ -111,12 +111,16 @@ def test_crop_that_is_too_deep_is_refused_and_changes_nothing(paired, name):
             assert_unchanged(cache, before, stats)
 
 
-def saved_and_loaded(cache: CompressedCache, path: Any) -> CompressedCache:
-    torch.save(cache.state_dict(), path)
-    loaded = CompressedCache(tiny("llama").config, cache.config)
-    loaded.model_config = cache.model_config
-    loaded.load_state_dict(torch.load(path, weights_only=True))
-    return loaded
+def test_sums_of_attention_cannot_be_taken_back(paired):
+    """Not where they decide who gets which precision either."""
+    ladder = {**LADDER, "by": "error"}
+    config = kvcompress.load_config({"buffer": 4, "stages": ["accumulated_attention", ladder]})
+    with paired(config, oracles=False) as (pair, _):
+        before, stats = state_of(pair.cache), pair.cache.stats()
+        assert not pair.cache.is_croppable
+        with pytest.raises(CacheError, match=r"^crop: .* adds up the attention"):
+            pair.cache.crop(-1)
+        assert_unchanged(pair.cache, before, stats)
 
 
 @pytest.mark.parametrize(
@@ -130,10 +134,10 @@ def test_copies_go_on_bit_for_bit(paired, tmp_path, name, copied):
         before, stats = state_of(cache), cache.stats()
         if copied == "deepcopy":
             other = copy.deepcopy(cache)
-            # Attention is looked up by the config, whose copy the wrapped model doesn't know.
-            other.model_config = cache.model_config
         elif copied == "state_dict":
-            other = saved_and_loaded(cache, tmp_path / "cache.pt")
+            torch.save(cache.state_dict(), tmp_path / "cache.pt")
+            other = CompressedCache(model, cache.config)
+            other.load_state_dict(torch.load(tmp_path / "cache.pt", weights_only=True))
         else:
             other = copy.deepcopy(cache).to("cpu")
         assert_unchanged(other, before, stats)
