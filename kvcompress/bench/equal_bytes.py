@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import shlex
 import sys
@@ -192,6 +193,7 @@ def draw(table: Sequence[dict[str, Any]], path: Path) -> None:
     families = {"evict": ("#0072B2", "o"), "quantize": ("#E69F00", "s"), "both": ("#009E73", "^")}
     figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
     recipes = list(dict.fromkeys(entry["recipe"] for entry in table))
+    labels: list[tuple[float, float, str, str]] = []
     for recipe in recipes:
         config = kvcompress.load_config(recipe)
         family = "both" if config.evicts and config.quantizes else "evict" if config.evicts else "quantize"
@@ -200,8 +202,17 @@ def draw(table: Sequence[dict[str, Any]], path: Path) -> None:
         x, y, low, high = (list(column) for column in zip(*points, strict=True))
         axes.fill_between(x, low, high, color=color, alpha=0.08, linewidth=0)
         axes.plot(x, y, color=color, marker=marker, markersize=4, linewidth=1)
+        labels.append((x[0], math.log10(y[0]), recipe, color))
+    for x, height, recipe, color in _apart(labels):
         axes.annotate(
-            recipe, (x[0], y[0]), xytext=(-4, 0), textcoords="offset points", ha="right", fontsize=6, color=color
+            recipe,
+            (x, 10**height),
+            (-5, 0),
+            textcoords="offset points",
+            ha="right",
+            va="center",
+            color=color,
+            fontsize=7,
         )
     for family, (color, marker) in families.items():
         axes.plot(
@@ -219,6 +230,15 @@ def draw(table: Sequence[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=160)
 
 
+def _apart(labels: Sequence[tuple[float, float, str, str]]) -> list[tuple[float, float, str, str]]:
+    """Labels (x, log10 of y, text, colour) moved upwards where they would overlap one below."""
+    placed: list[tuple[float, float, str, str]] = []
+    for x, height, text, color in sorted(labels, key=lambda label: label[1]):
+        below = [other for left, other, _, _ in placed if abs(left - x) < 0.03]
+        placed.append((x, max([height, *(other + 0.06 for other in below)]), text, color))
+    return placed
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="smollm2")
@@ -231,6 +251,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--output-dir", type=Path, default=Path("equal-bytes"))
+    parser.add_argument("--figure", type=Path, help="where the figure goes; beside the table by default")
     options = parser.parse_args()
     prompts = (files("kvcompress.bench") / "prompts.txt").read_text(encoding="utf-8").splitlines()[: options.prompts]
     size = -(-len(prompts) // options.workers)
@@ -253,7 +274,7 @@ def main() -> None:
     (options.output_dir / "equal_bytes.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     markdown = to_markdown(table, command)
     (options.output_dir / "equal_bytes.md").write_text(markdown, encoding="utf-8")
-    draw(table, options.output_dir / "equal_bytes.png")
+    draw(table, options.figure or options.output_dir / "equal_bytes.png")
     print(markdown)
 
 
