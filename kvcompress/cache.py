@@ -121,12 +121,14 @@ class CompressedCache(Cache):
         self._check_batch(rows)
         self._recover()
         self._incoming = input_ids
-        if self.columns or not self.config.evicts or input_ids is None:
+        if self.columns or not (self.config.evicts or self.config.quantizes) or input_ids is None:
             return
         mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
         if mask is not None:
             mask = mask[:, -input_ids.shape[1] :]
         self.identities.declare(input_ids, mask, whole=False)
+        if not self.config.evicts:
+            return
         longest = input_ids.shape[1] if mask is None else int(mask.sum(dim=1).max())
         longest = max([longest, *(self.identities.prompt_lengths or ())])
         check_protected(self.config, longest, candidates=longest)
@@ -346,7 +348,7 @@ class CompressedCache(Cache):
             for index, row in enumerate(self.rows):
                 removed = min(count, row.seen)
                 for store in self.stores:
-                    store.clear(index, self.layout.slots_in_use(row)[row.held - removed :] if removed else [])
+                    store.clear(index, self.layout.slots_in_use(row)[-removed:] if removed else [])
                 cropped.append(self.layout.cropped(row, removed))
             self.rows = cropped
             self.columns -= count

@@ -152,15 +152,12 @@ def comparison_table(comparison: Comparison) -> Table:
             [asked + str(table.caption), *(f"Left out: {reason}." for reason in equalized.left_out)]
         )
     table.add_column("recipe", no_wrap=True)
-    if chosen:
-        table.add_column("chosen")
     for heading in ("KV held", "smaller", "kept", "events", "tokens/s"):
         table.add_column(heading, justify="right", no_wrap=True)
     for heading in ("KL per token", "top-1 %"):
         table.add_column(heading, justify="right")
     table.add_row(
         "(transformers)",
-        *(["-"] if chosen else []),
         format_bytes(reference.kv_bytes[-1]),
         "1.00x",
         f"{reference.prompt_tokens + comparison.steps:,}",
@@ -173,8 +170,7 @@ def comparison_table(comparison: Comparison) -> Table:
     )
     for result in comparison.results:
         table.add_row(
-            result.name,
-            *([chosen[result.name]] if chosen else []),
+            result.name + (f"\n  {chosen[result.name]}" if chosen else ""),
             format_bytes(result.bytes_held),
             f"{result.ratio:.2f}x",
             f"{result.tokens_kept:,}",

@@ -110,7 +110,7 @@ def test_impossible_hybrids_are_refused(fields, message):
 
 
 def test_per_channel_keys_need_whole_blocks():
-    with pytest.raises(ConfigError, match=r"a buffer that is a multiple of 32 .it is 48\."):
+    with pytest.raises(ConfigError, match=r"a buffer that is a multiple of 32 \(it is 48\)"):
         kvcompress.load_config("kivi", buffer=48)
     with pytest.raises(ConfigError, match="no token in full precision"):
         kvcompress.load_config("kivi", {"quantize.share": 0.1})

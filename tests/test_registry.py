@@ -171,8 +171,9 @@ import kvcompress
 kvcompress.json_schema()
 x = torch.ones(1, 2, 20, 4)
 for name in kvcompress.recipe_names():
-    if name != "full":
-        kvcompress.select_tokens(kvcompress.load_config(name, budget=26, buffer=2), x, x, x)
+    config = kvcompress.load_config(name)
+    if config.evicts:
+        kvcompress.select_tokens(config.with_fields({"budget": 26, "buffer": 2}), x, x, x)
 new = {name.partition(".")[0] for name in set(sys.modules) - before}
 print(*sorted(new & {"transformers", "triton", "scipy", "typer", "rich", "matplotlib"}))
 """
