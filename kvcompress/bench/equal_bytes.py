@@ -203,10 +203,10 @@ def draw(table: Sequence[dict[str, Any]], path: Path) -> None:
         axes.fill_between(x, low, high, color=color, alpha=0.08, linewidth=0)
         axes.plot(x, y, color=color, marker=marker, markersize=4, linewidth=1)
         labels.append((x[0], math.log10(y[0]), recipe, color))
-    for x, height, recipe, color in _apart(labels):
+    for left, height, recipe, color in _apart(labels):
         axes.annotate(
             recipe,
-            (x, 10**height),
+            (left, 10**height),
             (-5, 0),
             textcoords="offset points",
             ha="right",

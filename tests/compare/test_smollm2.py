@@ -61,7 +61,7 @@ def test_the_value_range_orders_tokens_by_their_error(layers, bits):
 def test_full_precision_for_the_widest_saves_what_the_ranges_predict(layers, share, bits):
     for layer in layers:
         left = saved_by_full_precision(layer.values, Uniform(bits=bits), share)
-        assert left["range"] == pytest.approx(left["predicted"], rel=0.06)
+        assert left["range"] == pytest.approx(left["predicted"], rel=0.1)
         assert left["oracle"] <= left["range"] < left["random"]
 
 
