@@ -94,7 +94,7 @@ def at(recipe, share, model, tokens):
 
 
 def test_divergence_at_equal_bytes(smollm2, answer):
-    """At a quarter of the bytes both together beat eviction alone; where everything fits in 4 bits, so does that."""
+    """At 30 % of the bytes both together beat eviction alone by far."""
     model, tokens = smollm2[0], answer[0].shape[1]
     found = divergences(
         smollm2,
@@ -104,13 +104,10 @@ def test_divergence_at_equal_bytes(smollm2, answer):
             "snapkv-int4": at("snapkv-int4", 0.3, model, tokens),
             "vase-attnv": at("vase-attnv", 0.3, model, tokens),
             "vase-attnv-int4": at("vase-attnv-int4", 0.3, model, tokens),
-            "int4-rotated": at("int4-rotated", 0.45, model, tokens),
-            "snapkv at 45 %": at("snapkv", 0.45, model, tokens),
         },
     )
     assert found["snapkv-int4"] < 0.7 * found["snapkv"]
     assert found["vase-attnv-int4"] < 0.7 * found["vase-attnv"]
-    assert found["int4-rotated"] < 0.7 * found["snapkv at 45 %"]
 
 
 def test_more_bits_and_a_rotation_bring_predictions_closer(smollm2, answer):
