@@ -91,7 +91,7 @@ def assert_pools_are_full(cache: CompressedCache) -> None:
                 assert not used[..., count:].any()
 
 
-@settings(max_examples=25)
+@settings(max_examples=18)
 @given(
     base=st.sampled_from([None, *EVICTING]),
     store=st.sampled_from(sorted(STORES)),
@@ -195,7 +195,7 @@ def final(config, rows: list[int]) -> list:
     return held[-1]
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(
     base=st.sampled_from([None, "vase-attnv", "vase-dkv", "snapkv", "h2o"]),
     store=st.sampled_from(["quantize", "rotated", "ladder"]),
@@ -216,7 +216,7 @@ def test_random_share_of_a_cache_that_grows_is_keyed_by_the_prompt():
     assert final(config, [2])[0] == final(config, [1, 2])[1]
 
 
-@pytest.mark.parametrize("base", [None, "vase-attnv", "vase-dkv", "snapkv", "h2o"])
+@pytest.mark.parametrize("base", [None, "vase-attnv", "h2o"])
 @pytest.mark.parametrize("codec", ["int4", Lossless()], ids=["int4", "lossless"])
 def test_row_of_a_ragged_batch_equals_the_sequence_alone(base, codec):
     """(h) Logits too. A code may flip where the batch rounds a vector differently, so those of int4 have to agree in
@@ -306,7 +306,7 @@ FINAL = {
 
 @pytest.mark.parametrize(
     ("name", "storage"),
-    [*((name, "model") for name in FINAL), ("kivi", "float16"), ("vase-attnv + quantize", "float16")],
+    [*((name, "model") for name in FINAL), ("vase-attnv + quantize", "float16")],
 )
 def test_codes_are_final(monkeypatch, name, storage):
     """From the step that encodes a token to the one that evicts it, its codes are the same bits in the same pool.
@@ -326,7 +326,8 @@ def test_codes_are_final(monkeypatch, name, storage):
         return original(self, vectors, dtype)
 
     monkeypatch.setattr(Codec, "encode", encode)
-    calls = [30, *[1] * 100]
+    steps = 200 if (name, storage) == ("vase-attnv + quantize", "model") else 60
+    calls = [30, *[1] * steps]
     ids = torch.randint(2, 127, (2, sum(calls)), generator=torch.Generator().manual_seed(3))
     known: dict[tuple, tuple] = {}
     gone: set[tuple] = set()
@@ -354,7 +355,7 @@ def test_codes_are_final(monkeypatch, name, storage):
             encoded.clear()
         assert_pools_are_full(cache)
         assert_remembered(cache, {layer: torch.cat(parts, dim=2) for layer, parts in values.items()})
-    assert len(known) > 2 * 2 * 2 * (100 if base is None else 50)
+    assert len(known) > 2 * 2 * 2 * (steps if base is None else steps // 2)
 
 
 def assert_remembered(cache: CompressedCache, values: dict[int, Tensor]) -> None:

@@ -86,8 +86,8 @@ def test_keys_per_channel(llama, plain, values, prompt):
 @pytest.mark.parametrize("store", ["quantize", "ladder"])
 def test_hybrids(llama, plain, base, store):
     config = recipe(quantize("int4", share=0.1) if store == "quantize" else LADDER, base)
-    pair = assert_follows_oracle(llama, plain, config, batch(conversation(4, 50, *[1] * 17)))
-    assert pair.cache.rows[0].events == 5
+    pair = assert_follows_oracle(llama, plain, config, batch(conversation(4, 50, *[1] * 13)))
+    assert pair.cache.rows[0].events == 4
     assert rungs_in_use(pair) >= ({"ring", "full", 1} if store == "quantize" else {"ring", 1, 2, 3})
 
 
@@ -112,26 +112,28 @@ LADDERS = {
 }
 
 
-@pytest.mark.parametrize("name", LADDERS)
-@pytest.mark.parametrize("base", [None, "vase-dkv"])
+@pytest.mark.parametrize(
+    ("base", "name"), [(None, name) for name in LADDERS] + [("snapkv", "error"), ("vase-dkv", "coarse rotated keys")]
+)
 def test_ladders(llama, plain, base, name):
     store = {**LADDER, **LADDERS[name]}
     if base is None and name == "error":
         config = kvcompress.load_config({"stages": ["attention", store], "buffer": 4})
     else:
         config = recipe(store, base, budget=28)
-    assert_follows_oracle(llama, plain, config, batch(conversation(5, 27, *[1] * 14)))
+    assert_follows_oracle(llama, plain, config, batch(conversation(5, 27, *[1] * 10)))
 
 
-@pytest.mark.parametrize("prompt", [1, 7, 8, 9, 20, 23, 24, 25, 60])
-@pytest.mark.parametrize("base", [None, "vase-attnv"])
+@pytest.mark.parametrize(
+    ("base", "prompt"), [(None, n) for n in (1, 7, 8, 9, 60)] + [("vase-attnv", n) for n in (1, 8, 20, 23, 24, 25, 60)]
+)
 def test_prompt_lengths_around_ring_and_budget(llama, plain, base, prompt):
     config = recipe(quantize("int4", share=0.1, sinks=1), base)
-    assert_follows_oracle(llama, plain, config, batch(conversation(prompt, prompt, *[1] * 9)))
+    assert_follows_oracle(llama, plain, config, batch(conversation(prompt, prompt, *[1] * 7)))
 
 
 @pytest.mark.parametrize("chunks", [[7] * 11, [40, 13, 1, 1, 30, 2, 2, 2], [1] * 9 + [40, 3, 1]], ids=str)
-@pytest.mark.parametrize("name", ["quantize", "ladder", "snapkv+quantize", "vase-dkv+ladder", "h2o+ladder"])
+@pytest.mark.parametrize("name", ["ladder", "vase-dkv+quantize", "h2o+ladder"])
 def test_chunks_and_turns(llama, plain, name, chunks):
     """Chunked prefill, later turns, several tokens per step: each call sees all that is stored plus itself."""
     base, _, store = name.rpartition("+")
@@ -139,12 +141,12 @@ def test_chunks_and_turns(llama, plain, name, chunks):
     assert_follows_oracle(llama, plain, config, batch(conversation(6, *chunks)))
 
 
-@pytest.mark.parametrize("name", ["quantize", "ladder", "snapkv+quantize", "vase-attnv+ladder", "h2o+quantize"])
+@pytest.mark.parametrize("name", ["quantize", "ladder", "vase-attnv+ladder", "h2o+quantize"])
 def test_ragged_batch(llama, plain, name):
     """Rows of 3, 18, 18 and 50 tokens, left-padded: rings fill at different steps, in two rows at the same ones."""
     base, _, store = name.rpartition("+")
     config = recipe(quantize("int4", share=0.1) if store == "quantize" else LADDER, base or None)
-    rows = [conversation(seed, length, *[1] * 11) for seed, length in enumerate((3, 18, 18, 50))]
+    rows = [conversation(seed, length, *[1] * 9) for seed, length in enumerate((3, 18, 18, 50))]
     assert_follows_oracle(llama, plain, config, batch(*rows))
 
 
@@ -158,11 +160,11 @@ def test_ragged_second_turn(llama, plain, base):
     assert_follows_oracle(llama, plain, recipe(LADDER, base), batch(*rows))
 
 
-@pytest.mark.parametrize(("budget", "buffer"), [(9, 8), (12, 1), (21, 4), (30, 18), (23, 12)])
+@pytest.mark.parametrize(("budget", "buffer"), [(9, 8), (12, 1), (21, 4), (16, 10), (23, 12)])
 def test_budgets_that_are_no_multiple_of_the_buffer(llama, plain, budget, buffer):
     stages = ["recency", "top_k", {**LADDER, "shares": [0.25] * 4}]
     config = kvcompress.load_config({"budget": budget, "buffer": buffer, "stages": stages})
-    assert_follows_oracle(llama, plain, config, batch(conversation(0, 40, *[1] * 20)))
+    assert_follows_oracle(llama, plain, config, batch(conversation(0, 40, *[1] * 14)))
 
 
 def test_equal_ranks_favour_the_recent(llama, plain):
@@ -175,7 +177,7 @@ def test_equal_ranks_favour_the_recent(llama, plain):
     assert min(full) > 2
 
 
-@pytest.mark.parametrize("name", ["quantize", "ladder", "vase-attnv+quantize", "snapkv+ladder"])
+@pytest.mark.parametrize("name", ["quantize", "ladder", "vase-attnv+ladder"])
 def test_storage_in_half_precision(llama, plain, name):
     """The model computes in float32; slots, scales and remembered statistics are float16."""
     base, _, store = name.rpartition("+")

@@ -72,8 +72,13 @@ OPERATIONS = {
 
 @pytest.mark.parametrize(
     ("name", "operation"),
-    [(name, operation) for name in CONFIGS for operation in ("swap", "repeat")]
-    + [("ladder", "reorder"), ("quantize", "select by mask"), ("kivi", "select"), ("snapkv + ladder", "select")],
+    [
+        *(("quantize", operation) for operation in ("swap", "select by mask")),
+        *(("ladder", operation) for operation in ("reorder", "repeat")),
+        *(("kivi", operation) for operation in ("select", "repeat")),
+        *(("vase-attnv + quantize", operation) for operation in ("swap", "repeat")),
+        *(("snapkv + ladder", operation) for operation in ("reorder", "select")),
+    ],
 )
 def test_rows_of_the_batch(paired, name, operation):
     """Rows of unequal length, so that pools are filled unequally, go on as what they were."""
@@ -87,13 +92,13 @@ def test_rows_of_the_batch(paired, name, operation):
             pair.feed([[token[0] + 3 * row] for row in range(len(picked))])
 
 
-@pytest.mark.parametrize(("count", "ragged"), [(1, False), (3, True), ("ring", True)])
+@pytest.mark.parametrize(("count", "ragged"), [(3, False), ("ring", True)])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_crop_within_the_ring(paired, name, count, ragged):
     """As if the tokens had never come: before and after the next events."""
     with paired(CONFIGS[name], ragged) as (pair, tokens):
         pair.crop(min(row.ring for row in pair.cache.rows) if count == "ring" else count)
-        for token in tokens[:6]:
+        for token in tokens[:5]:
             pair.feed([token, [token[0] + 20]])
         pair.crop(1)
         pair.feed([[1, 2, 3], [4, 5, 6]])
@@ -125,7 +130,8 @@ def test_sums_of_attention_cannot_be_taken_back(paired):
 
 @pytest.mark.parametrize(
     ("name", "copied"),
-    [(name, how) for name in [*CONFIGS, "h2o + ladder"] for how in ("deepcopy", "state_dict")] + [("ladder", "to")],
+    [(name, "state_dict") for name in [*CONFIGS, "h2o + ladder"]]
+    + [("kivi", "deepcopy"), ("vase-attnv + quantize", "deepcopy"), ("ladder", "to")],
 )
 def test_copies_go_on_bit_for_bit(paired, tmp_path, name, copied):
     """And apart: what happens to one doesn't reach the other."""
@@ -151,7 +157,7 @@ def test_copies_go_on_bit_for_bit(paired, tmp_path, name, copied):
         assert cache.stats() == other.stats()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["kivi", "vase-attnv + quantize"])
 def test_reset_begins_anew(paired, name):
     with paired(CONFIGS[name], oracles=False) as (pair, _):
         pair.cache.reset()
@@ -164,7 +170,7 @@ def test_reset_begins_anew(paired, name):
         assert pair.cache.stats() == fresh.stats()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["quantize", "kivi", "snapkv + ladder"])
 def test_a_decode_step_that_fails_half_way_can_be_repeated(paired, name):
     """Layers before the fault have written their token, the others have not; no event is due in this step."""
 
@@ -238,7 +244,7 @@ class Tape:
         return calls
 
 
-@pytest.mark.parametrize("name", ["kivi", "vase-attnv + quantize", "snapkv + ladder"])
+@pytest.mark.parametrize("name", ["kivi", "vase-attnv + quantize"])
 def test_beams(monkeypatch, llama, plain, name):
     tape = Tape(monkeypatch, llama)
     with kvcompress.apply(llama, CONFIGS[name]) as handle, tape.recording():
@@ -249,8 +255,7 @@ def test_beams(monkeypatch, llama, plain, name):
     assert any(order != [0, 1, 2] for order in orders)
 
 
-@pytest.mark.parametrize("alike", [False, True], ids=["bad assistant", "good assistant"])
-@pytest.mark.parametrize("name", GROWING)
+@pytest.mark.parametrize(("name", "alike"), [*((name, False) for name in GROWING), ("quantize", True)])
 def test_assisted_generation(monkeypatch, llama, plain, name, alike):
     """Drafts that are rejected are taken back from the ring."""
     assistant = copy.deepcopy(plain) if alike else tiny("llama", seed=1, num_hidden_layers=1)
@@ -326,22 +331,24 @@ def test_bytes_follow_the_formula(name, kind):
             assert cache.stats().bytes_held == held_bytes(cache) == size.bytes(3, 4 if kind == "float32" else 2)
 
 
-@pytest.mark.parametrize("name", ["vase-attnv + int4", "h2o + ladder", "streaming-llm + fp8"])
+@pytest.mark.parametrize("name", ["vase-attnv + int4", "h2o + ladder"])
 def test_bytes_are_constant_over_twenty_times_the_budget(llama, name):
     config, seen = SIZES[name].config, 0
     ids = torch.randint(2, 127, (2, 21 * 20), generator=torch.Generator().manual_seed(0))
     with kvcompress.apply(llama, config):
         cache = CompressedCache(llama, config)
         while seen < ids.shape[1]:
-            count = (13, 1, 6, 22)[seen % 4]
+            count = (1, 17, 9, 22)[seen % 4]
             feed(llama, cache, ids[:, seen : seen + count])
             seen += count
             assert cache.stats().bytes_held == held_bytes(cache) == SIZES[name].bytes(2, 4)
             assert max(cache.stats().tokens_kept) < 24
 
 
-@pytest.mark.parametrize("reserve", [1, 67, 100])
-@pytest.mark.parametrize("name", GROWING)
+@pytest.mark.parametrize(
+    ("name", "reserve"),
+    [("quantize", 1), ("quantize", 67), ("ladder", 67), ("ladder", 100), ("kivi", 1), ("kivi", 100)],
+)
 def test_a_growing_cache_grows_in_blocks_unless_room_is_reserved(monkeypatch, llama, name, reserve):
     """What is copied when the cache grows is what it held: the logits are those of a cache that need not grow."""
     monkeypatch.setattr(cache_module, "_GROWTH", 24)

@@ -158,7 +158,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(queries, segments, 0.25, draw(st.sampled_from([None, 2.0])), sinks)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(case=cases(), block=st.sampled_from([1, 4, 7, 12, 1024]), slice_elements=st.sampled_from([1, 40, 1 << 24]))
 def test_any_segments_masks_and_blocks(case: Case, block: int, slice_elements: int) -> None:
     with small(block, slice_elements):
