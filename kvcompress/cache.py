@@ -25,6 +25,8 @@ from kvcompress.event import run_event
 from kvcompress.footprint import growing_layout
 from kvcompress.forward import LayerCall, chunk, decode
 from kvcompress.identity import Identities
+from kvcompress.kernels.backend import Backend, check_backend
+from kvcompress.kernels.backend import backend as running_by
 from kvcompress.layer import CompressedLayer
 from kvcompress.layout import Layout, RowState
 from kvcompress.pipeline import Pipeline, check_protected
@@ -47,10 +49,11 @@ class CompressedCache(Cache):
             occurrence among equal prompts of the batch, and the row index where token ids are not known.
         reserve: tokens per sequence to make room for at once, where the recipe doesn't evict; without it the cache
             grows in blocks, which copies what it holds.
+        backend: what operations run by; see :mod:`kvcompress.kernels.backend`.
 
     Raises:
         UnsupportedModelError: if no layer of the model can be compressed.
-        ConfigError: if the recipe is not possible.
+        ConfigError: if the recipe is not possible, or the backend cannot run where the model is.
     """
 
     def __init__(
@@ -59,8 +62,11 @@ class CompressedCache(Cache):
         config: str | Path | Mapping[str, Any] | CompressionConfig,
         sequence_ids: Sequence[int] | None = None,
         reserve: int | None = None,
+        backend: Backend = "auto",
     ) -> None:
         self.reserve = reserve
+        self.backend: Backend = backend
+        self.kernels: dict[str, str] = {}
         self.config = load_config(config)
         if isinstance(self.config.budget, float):
             raise CacheError(
@@ -173,9 +179,10 @@ class CompressedCache(Cache):
             raise CacheError(f"layer {layer} was called before layer {self.compressed[0]}, out of order")
         with torch.no_grad(), torch.inference_mode(False):
             store, local = self._store_of(layer, call.geometry(self._storage))
-        out = decode(store, local, plan, call) if plan.decode else chunk(store, local, plan, call, self._keys)
-        if layer == self.compressed[-1]:
-            self._finish(plan)
+        with running_by(self.backend, self.kernels):
+            out = decode(store, local, plan, call) if plan.decode else chunk(store, local, plan, call, self._keys)
+            if layer == self.compressed[-1]:
+                self._finish(plan)
         return out
 
     @property
@@ -255,6 +262,7 @@ class CompressedCache(Cache):
                     store = self._split(store, layer, geometry)
                 return store, store.layers.index(layer)
         taken = {index for store in self.stores for index in store.layers}
+        check_backend(self.backend, geometry.device)
         place = self._placement.get(layer)
         alike = [i for i in self.compressed if i >= layer and i not in taken and self._placement.get(i) == place]
         store = SlotStore(alike, geometry, self.layout, self.pipeline)
@@ -462,7 +470,8 @@ class CompressedCache(Cache):
             tokens_seen=[row.seen for row in self.rows],
             tokens_kept=[row.held for row in self.rows],
             precisions=self._precisions(),
-            backend="torch",
+            backend=self.kernels.get("decode_attention", "none"),
+            kernels=dict(self.kernels),
         )
 
     def _precisions(self) -> dict[str, list[int]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -24,7 +25,7 @@ from kvcompress.pipeline import check_finite
 from kvcompress.scoring import TokenStatistics, largest
 from kvcompress.store import EMPTY, SlotStore
 
-# An event gathers the candidates of several layers at once, as many as stay below this many elements (256 MiB in fp32).
+# An event works on several layers at once, as many as have fewer candidates than this many elements (256 MiB in fp32).
 _EVENT_ELEMENTS = 1 << 26
 
 
@@ -55,6 +56,9 @@ def run_event(
         some, before, keys, index = (list(column) for column in zip(*batch, strict=True))
         candidates = len(some) * g.kv_heads * (layout.capacity + sum(layout.coded)) * max(g.key_dim, g.value_dim)
         step = max(1, _EVENT_ELEMENTS // max(1, candidates))
+        if g.device.type != "cpu" and event.rotates and not layout.coded:
+            # Nothing is gathered or decoded, and kernels need no copies: one launch for all layers.
+            step = len(store.layers)
         parts = [slice(layer, layer + 1)] if layer is not None else _slices(len(store.layers), step)
         new = chunk
         if chunk is not None and len(batches) > 1:
@@ -77,6 +81,24 @@ class _Event:
     states: list[RowState]
     sequences: list[int]
     event: Event
+
+    @cached_property
+    def in_place(self) -> bool:
+        """Whether the candidates lie side by side: all old slots are in use, and the half next to them leaves."""
+        return self.event.rotates and self.store.layout.divide(self.states[0].old)[0] == self.store.layout.high
+
+    @cached_property
+    def leaving_first(self) -> bool:
+        """Whether the tokens that leave the ring come before the old ones among the candidates."""
+        return self.in_place and self.states[0].flipped
+
+    def _apart(self, tensor: Tensor, dim: int = 2) -> tuple[Tensor, Tensor]:
+        """What belongs to the candidates in old slots, and what to those that leave the ring."""
+        count = tensor.shape[dim]
+        leaving = max(0, self.event.leaving)
+        if self.leaving_first:
+            return tensor.narrow(dim, leaving, count - leaving), tensor.narrow(dim, 0, leaving)
+        return tensor.narrow(dim, 0, count - leaving), tensor.narrow(dim, count - leaving, leaving)
 
     @property
     def evicted(self) -> int:
@@ -115,11 +137,27 @@ class _Event:
         return {name: self._view(tensor) for name, tensor in self.store.per_slot(rung).items()}
 
     def _gather(self, high: int, chunk: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
-        """Copies of the candidates in full precision, and of the tokens that stay in the buffer unless in place."""
+        """The candidates in full precision, and the tokens that stay in the buffer unless they are in place."""
+        if self.in_place:
+            start = 0 if self.leaving_first else self.store.layout.buffer
+            span = slice(start, start + high + self.event.leaving)
+            fresh, recent = {name: pool[:, :, span] for name, pool in self._pool().items()}, None
+        else:
+            fresh, recent = self._copies(high, chunk)
+        for name in self.store.pipeline.statistics:
+            # Of tokens that leave the buffer, once; for the others it is known.
+            known, _ = self._apart(fresh[f"statistic.{name}"])
+            leaving = value_statistic(self._apart(self._values(fresh))[1], name)
+            rounded = leaving.clamp_max(torch.finfo(known.dtype).max).to(known.dtype)
+            both = [rounded, known] if self.leaving_first else [known, rounded]
+            fresh[f"statistic.{name}"] = torch.cat(both, dim=2)
+        return fresh, recent
+
+    def _copies(self, high: int, chunk: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
+        """:meth:`_gather`, where candidates lie in several places."""
         layout, event, state = self.store.layout, self.event, self.states[0]
         ring = layout.ring_slots(state)[: layout.buffer if event.rotates else None]
         slots = self.store.index([*range(layout.buffer, layout.buffer + high), *ring])
-        total = high + state.ring + (0 if chunk is None else chunk["positions"].shape[2])
         count = high + event.leaving
         fresh: dict[str, Tensor] = {}
         recent: dict[str, Tensor] = {}
@@ -130,21 +168,15 @@ class _Event:
                 new = pool.new_zeros(1).expand(chunk["positions"].shape) if statistic else chunk[name].to(pool.dtype)
                 tokens = torch.cat([tokens, new], dim=2)
             fresh[name], recent[name] = tokens[:, :, :count], tokens[:, :, count:]
-        assert event.rotates or total == count + recent["positions"].shape[2]
-        for name in self.store.pipeline.statistics:
-            # Of tokens that leave the buffer, once; for the others it is known.
-            leaving = value_statistic(self._values(fresh)[:, :, high:], name)
-            known = fresh[f"statistic.{name}"]
-            rounded = leaving.clamp_max(torch.finfo(known.dtype).max).to(known.dtype)
-            fresh[f"statistic.{name}"] = torch.cat([known[:, :, :high], rounded], dim=2)
         return fresh, None if event.rotates else recent
 
     def _values(self, tokens: dict[str, Tensor]) -> Tensor:
         return tokens["keys"][..., : self.store.geometry.value_dim] if self.store.geometry.latent else tokens["values"]
 
     def _check_finite(self, fresh: dict[str, Tensor]) -> None:
+        """Of the tokens that leave the buffer; the others have been through this."""
         layers = [layer for layer in self.store.layers[self.part] for _ in self.rows]
-        check_finite(fresh["keys"], self._values(fresh), fresh["positions"], layers)
+        check_finite(*(self._apart(t)[1] for t in (fresh["keys"], self._values(fresh), fresh["positions"])), layers)
 
     # -- judging -------------------------------------------------------------------------------------------------
 
@@ -236,16 +268,20 @@ class _Event:
         """Bring the candidates marked by ``stays`` into the first ``slots`` of the high-precision slots.
 
         Args:
-            stays: (rows, kv_heads, N), ``slots`` of them per head; the first ``held`` candidates lie in order there.
+            stays: (rows, kv_heads, N), ``slots`` of them per head. ``held`` candidates lie in order there already: the
+                first ones, or the last ones where those that leave the ring come first.
         """
         in_place = min(held, slots, stays.shape[-1])
+        if self.leaving_first:
+            comes, stays = self._apart(stays)[1], self._apart(stays)[0]
+        else:
+            comes = stays[..., in_place:]
         remain = F.pad(stays[..., :in_place], (0, slots - in_place))
-        comes = stays[..., in_place:]
         replacement = plan_replacement(remain, comes, min(slots, comes.shape[-1]))
         first = self.store.layout.buffer
         for name, pool in self._pool().items():
-            arrivals = take(fresh[name][:, :, in_place:], replacement.arrivals)
-            replace_slots(pool[:, :, first : first + slots], replacement, arrivals)
+            arrivals = self._apart(fresh[name])[1] if self.leaving_first else fresh[name][:, :, in_place:]
+            replace_slots(pool[:, :, first : first + slots], replacement, arrivals, taken=False)
 
     def _place_coded(
         self, rung: int, fresh: dict[str, Tensor], comes: Tensor, stays: Tensor, held: int, slots: int

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from kvcompress.event import run_event
-from kvcompress.kernels.decode_attention import attention_mass, slot_attention
+from kvcompress.kernels.decode_attention import decode_attention
 from kvcompress.kernels.segment_attention import Segment, segment_attention, segment_mass
+from kvcompress.kernels.slot_attention import attention_mass, slot_attention
 from kvcompress.step import RowGroup, StepPlan, chunk_mask
 from kvcompress.store import EMPTY, Geometry, SlotStore
 
@@ -77,16 +78,14 @@ def decode(store: SlotStore, local: int, plan: StepPlan, call: LayerCall) -> Ten
     mask = in_use(0, span)
     keys, values = store.keys[local, :, :, span], store.values[local, :, :, span]
     options = (call.scaling, call.softcap, call.sinks)
-    if store.rungs or keys.dtype != call.queries.dtype:
-        segments = [Segment(keys, values, mask), *_coded_segments(store, local, plan, in_use)]
-        out = segment_attention(call.queries, segments, *options)
-        if store.mass is not None:
-            _add_mass(store, local, plan, segment_mass(call.queries, segments, *options))
-        return call.project(out)
-    out = slot_attention(call.queries, keys, values, mask, *options)
+    segments = [Segment(keys, values, mask), *_coded_segments(store, local, plan, in_use)]
+    out, _ = decode_attention(call.queries, segments, *options)
     if store.mass is not None:
         with torch.no_grad():
-            store.mass[local, :, :, span] += attention_mass(call.queries, keys, mask, *options)
+            if len(segments) == 1 and keys.dtype == call.queries.dtype:
+                _add_mass(store, local, plan, [attention_mass(call.queries, keys, mask, *options)])
+            else:
+                _add_mass(store, local, plan, segment_mass(call.queries, segments, *options))
     return call.project(out)
 
 
@@ -179,7 +178,7 @@ def _attend_chunk(
     segments: list[Segment], call: LayerCall, allowed: Tensor, options: tuple[float, float | None, Tensor | None]
 ) -> Tensor:
     """Attention of a chunk to what is stored and to itself, by ``allowed``."""
-    keys, values, mask = segments[0]
+    keys, values, mask, _ = segments[0]
     assert isinstance(keys, Tensor)
     assert isinstance(values, Tensor)
     assert mask is not None

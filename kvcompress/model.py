@@ -18,6 +18,7 @@ from kvcompress import attention
 from kvcompress.cache import CompressedCache
 from kvcompress.config import CompressionConfig, load_config
 from kvcompress.errors import CacheError, KVCompressError
+from kvcompress.kernels.backend import Backend, check_backend
 from kvcompress.shapes import check_codecs
 from kvcompress.stats import CacheStats
 from kvcompress.support import HANDLE, PREFIX, attention_of, check_supported
@@ -30,6 +31,7 @@ def apply(
     config: str | Path | Mapping[str, Any] | CompressionConfig,
     *,
     context_length: int | None = None,
+    backend: Backend = "auto",
     overrides: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> Handle:
@@ -40,13 +42,16 @@ def apply(
         config: recipe name, path of a YAML file, dict or :class:`CompressionConfig`.
         context_length: prompt and answer in tokens; needed where the budget is a ratio of it. A recipe that doesn't
             evict makes room for so many tokens at once instead of growing.
+        backend: ``auto`` runs Triton kernels on a GPU (and flash-attn for unquantized pools where it is installed) and
+            torch elsewhere; ``triton``, ``flash_attn`` and ``torch`` ask for one of them. The statistics name what ran.
         overrides, **fields: recipe fields to replace, as in :func:`kvcompress.load_config`.
 
     Returns:
         A handle, also a context manager, that reports and removes the compression.
 
     Raises:
-        ConfigError: if the recipe is not possible, or its codecs don't fit the head sizes of the model.
+        ConfigError: if the recipe is not possible, its codecs don't fit the head sizes of the model, or the backend
+            cannot run where the model is.
         UnsupportedModelError: if the model cannot be compressed; in either case it is left untouched.
     """
     resolved = load_config(config, overrides, **fields)
@@ -59,7 +64,8 @@ def apply(
         resolved = resolved.resolve(context_length)
     check_supported(model)
     check_codecs(resolved, model.config)
-    return Handle(model, resolved, None if resolved.evicts else context_length)
+    check_backend(backend, model.device)
+    return Handle(model, resolved, None if resolved.evicts else context_length, backend)
 
 
 class Handle:
@@ -67,13 +73,21 @@ class Handle:
 
     Attributes:
         model: the model. config: the recipe, resolved. reserve: tokens that caches make room for at once, or None.
+        backend: what operations run by.
         cache: the cache of the latest call, or None. It is kept until the next call, or until :meth:`remove`.
     """
 
-    def __init__(self, model: PreTrainedModel, config: CompressionConfig, reserve: int | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: CompressionConfig,
+        reserve: int | None = None,
+        backend: Backend = "auto",
+    ) -> None:
         self.model = model
         self.config = config
         self.reserve = reserve
+        self.backend: Backend = backend
         self.cache: CompressedCache | None = None
         attention.register()
         self._decoder = model.get_decoder()
@@ -92,7 +106,7 @@ class Handle:
 
     def new_cache(self, sequence_ids: list[int] | None = None) -> CompressedCache:
         """An empty cache for this model, to pass by hand to ``model(...)`` or ``model.generate(...)``."""
-        return CompressedCache(self.model, self.config, sequence_ids, self.reserve)
+        return CompressedCache(self.model, self.config, sequence_ids, self.reserve, self.backend)
 
     def stats(self) -> CacheStats:
         """What the cache of the latest call holds.

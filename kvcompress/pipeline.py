@@ -88,7 +88,7 @@ class Pipeline:
         if not in_order:
             order = torch.argsort(tokens.positions, dim=-1)
             tokens = tokens.permuted(order)
-        protected = torch.zeros(tokens.shape, dtype=torch.bool, device=tokens.keys.device)
+        protected = torch.zeros(tokens.shape, dtype=torch.bool, device=tokens.positions.device)
         for protect in self.protect:
             protected = protect.protect(tokens, protected)
         scores = self._combined_score(tokens)

@@ -8,13 +8,17 @@ stages use are computed once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from kvcompress.errors import KVCompressError
-from kvcompress.kernels.philox import random_words, stream_of, to_gumbel, to_normal, to_uniform
+from kvcompress.kernels.gumbel_scores import gumbel_scores, token_words
+from kvcompress.kernels.normal_matrix import normal_matrix
+from kvcompress.kernels.philox import stream_of, to_gumbel, to_uniform
 from kvcompress.kernels.value_statistics import Statistic, value_statistic
 from kvcompress.kernels.window_scores import window_scores
 
@@ -58,16 +62,28 @@ class TokenStatistics:
     @property
     def shape(self) -> tuple[int, int, int]:
         """(rows, kv_heads, N)."""
-        rows, kv_heads, candidates = self.keys.shape[:3]
+        rows, kv_heads, candidates = self.positions.shape
         return rows, kv_heads, candidates
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """head_dim, value_dim."""
+        return self.keys.shape[-1], self.values.shape[-1]
 
     @property
     def survivors(self) -> int:
         """M = min(N, K - B), the number of candidates that stay."""
-        return min(self.keys.shape[2], self.budget - self.buffer)
+        return min(self.shape[2], self.budget - self.buffer)
+
+    def per_token(self, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """``function(keys, values)``, of shape (rows, kv_heads, N), if it makes no difference in which order tokens lie.
+
+        It spares bringing keys and values into order first, which costs as much as reading them several times.
+        """
+        return function(self.keys, self.values)
 
     def value_statistic(self, statistic: Statistic) -> Tensor:
-        """(rows, kv_heads, N) float32; see :func:`kvcompress.kernels.value_statistics.value_statistic`."""
+        """(rows, kv_heads, N) float32; see :func:`kvcompress.kernels.value_statistics.value_statistic_reference`."""
         if statistic not in self.known:
             self.known[statistic] = value_statistic(self.values, statistic)
         return self.known[statistic]
@@ -85,11 +101,19 @@ class TokenStatistics:
 
     def uniform(self, purpose: str) -> Tensor:
         """(rows, kv_heads, N) float64 in (0, 1), one independent draw per candidate and event."""
-        return to_uniform(self._words(purpose)[0])
+        return to_uniform(token_words(*self._place(purpose)))
 
     def gumbel(self, purpose: str) -> Tensor:
         """(rows, kv_heads, N) float32 standard Gumbel, one independent draw per candidate and event."""
-        return to_gumbel(self._words(purpose)[0])
+        return to_gumbel(token_words(*self._place(purpose)))
+
+    def gumbel_scores(self, purpose: str, scores: Tensor, temperature: float, log: bool) -> Tensor:
+        """(rows, kv_heads, N) float32: see :func:`kvcompress.kernels.gumbel_scores.gumbel_scores_reference`.
+
+        Args:
+            scores: (rows, kv_heads, N) float32 weights if ``log``, otherwise their logarithms.
+        """
+        return gumbel_scores(scores, *self._place(purpose), temperature, log)
 
     def normal_matrix(self, purpose: str, height: int, width: int, resample: bool) -> Tensor:
         """(rows, 1, height, width) float32 standard normal, one matrix per row, shared by its heads.
@@ -97,43 +121,69 @@ class TokenStatistics:
         Args:
             resample: draw a new matrix at every event; otherwise the same one at all events of a layer.
         """
-        device = self.keys.device
         event = self.event if resample else torch.zeros_like(self.event)
-        entry = torch.arange(height * width, device=device).unsqueeze(0)
-        first, second, _, _ = random_words(
-            self.seed,
-            self.sequence[:, None],
-            self.layer[:, None],
-            torch.zeros(1, 1, dtype=torch.int64, device=device),
-            event[:, None],
-            entry,
-            stream_of(purpose),
-        )
-        return to_normal(first, second).reshape(-1, 1, height, width)
+        return normal_matrix(self.seed, self.sequence, self.layer, event, height, width, stream_of(purpose))
 
-    def _words(self, purpose: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        heads = torch.arange(self.keys.shape[1], device=self.keys.device)
-        return random_words(
-            self.seed,
-            self.sequence[:, None, None],
-            self.layer[:, None, None],
-            heads[None, :, None],
-            self.event[:, None, None],
-            self.positions,
-            stream_of(purpose),
-        )
+    def _place(self, purpose: str) -> tuple[Tensor, int, Tensor, Tensor, Tensor, int]:
+        """What the random numbers of the candidates are keyed by."""
+        return self.positions, self.seed, self.sequence, self.layer, self.event, stream_of(purpose)
 
     def permuted(self, order: Tensor) -> TokenStatistics:
-        """The same candidates in another order; ``order`` is (rows, kv_heads, N) int64."""
-        wide = order.unsqueeze(-1)
-        return replace(
-            self,
-            keys=self.keys.gather(2, wide.expand_as(self.keys)),
-            values=self.values.gather(2, wide.expand_as(self.values)),
-            positions=self.positions.gather(2, order),
-            mass=None if self.mass is None else self.mass.gather(2, order),
-            known={name: statistic.gather(2, order) for name, statistic in self.known.items()},
-        )
+        """The same candidates in another order; ``order`` is (rows, kv_heads, N) int64.
+
+        On an accelerator keys and values stay where they are until a stage asks for them, and statistics are computed
+        there: moving them would take longer than scoring them. On the CPU they move first, so that sums over the
+        candidates come out the same to the last bit wherever tokens lie.
+        """
+        permuted = _Permuted(self, order)
+        if _moves_first(self.positions.device):
+            return TokenStatistics(**{f.name: getattr(permuted, f.name) for f in fields(TokenStatistics)})
+        return permuted
+
+
+def _moves_first(device: torch.device) -> bool:
+    return device.type == "cpu"
+
+
+class _Permuted(TokenStatistics):
+    """Candidates in another order than they lie in."""
+
+    def __init__(self, source: TokenStatistics, order: Tensor) -> None:
+        moved = {name: getattr(source, name) for name in _UNMOVED}
+        moved["positions"] = source.positions.gather(2, order)
+        moved["mass"] = None if source.mass is None else source.mass.gather(2, order)
+        moved["known"] = {name: statistic.gather(2, order) for name, statistic in source.known.items()}
+        vars(self).update(moved, source=source, order=order)
+
+    @cached_property
+    def keys(self) -> Tensor:  # type: ignore[override]
+        return self._moved(self.source.keys)
+
+    @cached_property
+    def values(self) -> Tensor:  # type: ignore[override]
+        return self._moved(self.source.values)
+
+    def _moved(self, vectors: Tensor) -> Tensor:
+        return vectors.gather(2, self.order.unsqueeze(-1).expand(*self.order.shape, vectors.shape[-1]))
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        return self.source.dims
+
+    def per_token(self, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        return self.source.per_token(function).gather(2, self.order)
+
+    def value_statistic(self, statistic: Statistic) -> Tensor:
+        if statistic not in self.known:
+            self.known[statistic] = self.source.value_statistic(statistic).gather(2, self.order)
+        return self.known[statistic]
+
+    def window_scores(self, window: int | None = None, temperature: float = 1.0) -> Tensor:
+        scores = self.source.window_scores(window, temperature)
+        return scores.gather(3, self.order.unsqueeze(2).expand_as(scores))
+
+
+_UNMOVED = [f.name for f in fields(TokenStatistics) if f.name not in ("keys", "values", "positions", "mass", "known")]
 
 
 def largest(ranks: Tensor, count: int) -> Tensor:

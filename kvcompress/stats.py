@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -19,7 +19,9 @@ class CacheStats:
         tokens_seen: tokens of each sequence.
         tokens_kept: slots in use of each sequence, per compressed layer and KV head.
         precisions: how many of those are in which precision, by the name of the type or codec.
-        backend: what computed attention over the slots.
+        backend: what computed attention over the slots in decode steps: triton, flash_attn or torch; none before the
+            first one.
+        kernels: by which of them each operation ran last, by its name in :mod:`kvcompress.kernels`.
     """
 
     bytes_held: int
@@ -28,7 +30,9 @@ class CacheStats:
     tokens_seen: list[int]
     tokens_kept: list[int]
     precisions: dict[str, list[int]]
-    backend: str
+    # What ran says nothing about what is held.
+    backend: str = field(default="none", compare=False)
+    kernels: dict[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def ratio(self) -> float:

@@ -17,4 +17,4 @@ class KeyNorm(ScoreStage):
     nonnegative: ClassVar[bool] = False
 
     def score(self, tokens: TokenStatistics) -> Tensor:
-        return -tokens.keys.float().norm(dim=-1)
+        return -tokens.per_token(lambda keys, _: keys.float().norm(dim=-1))

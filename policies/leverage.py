@@ -32,6 +32,6 @@ class Leverage(ScoreStage):
     def score(self, tokens: TokenStatistics) -> Tensor:
         projection = None
         if self.rank is not None:
-            height = max(tokens.keys.shape[-1], tokens.values.shape[-1])
+            height = max(tokens.dims)
             projection = tokens.normal_matrix(self.stage, height, self.rank, self.resample) / math.sqrt(self.rank)
-        return leverage_scores(tokens.keys, tokens.values, projection)
+        return tokens.per_token(lambda keys, values: leverage_scores(keys, values, projection))

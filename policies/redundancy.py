@@ -25,4 +25,4 @@ class Redundancy(ScoreStage):
     nonnegative: ClassVar[bool] = False
 
     def score(self, tokens: TokenStatistics) -> Tensor:
-        return -torch.softmax(mean_similarity(tokens.keys), dim=-1)
+        return -torch.softmax(tokens.per_token(lambda keys, _: mean_similarity(keys)), dim=-1)

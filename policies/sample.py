@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from kvcompress.stages import SelectStage
 class Sample(SelectStage):
     """Draw the unprotected survivors one after the other, each with probability proportional to the weights left.
 
-    Realized in one pass as Gumbel-top-k in float32 log space (Yellott 1977; Kool et al., arXiv 1903.06059):
+    Realized in one pass as Gumbel-top-k in log space (Yellott 1977; Kool et al., arXiv 1903.06059):
 
         rank[i] = log w[i] / temperature + gumbel[i],    survivors = the largest ranks
 
@@ -33,5 +32,4 @@ class Sample(SelectStage):
         return self.weights == "score"
 
     def rank(self, scores: Tensor, tokens: TokenStatistics) -> Tensor:
-        log_weights = torch.log(scores) if self.weights == "score" else scores
-        return log_weights / self.temperature + tokens.gumbel(self.stage)
+        return tokens.gumbel_scores(self.stage, scores, self.temperature, log=self.weights == "score")

@@ -20,7 +20,8 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from kvcompress.quant.rotation import hadamard, rotation_block
+from kvcompress.kernels.hadamard import hadamard
+from kvcompress.quant.rotation import rotation_block
 
 
 class Part(NamedTuple):

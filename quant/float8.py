@@ -9,7 +9,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from kvcompress.quant.affine import rounded_up
+from kvcompress.kernels.affine import rounded_up
+from kvcompress.kernels.precision import widened
 from kvcompress.quant.codec import Codec, Part
 from kvcompress.quant.groups import check_group, group_size
 
@@ -62,10 +63,11 @@ class Float8(Codec):
 
     def decode(self, parts: Mapping[str, Tensor], dim: int) -> Tensor:
         codes, scale = parts["codes"].view(_DTYPES[self.format]), parts["scale"]
-        groups = codes.float().unflatten(-1, (-1, group_size(dim, self.group)))
         limit = torch.finfo(scale.dtype).max
+        scale = widened(scale)
+        groups = codes.to(scale.dtype).unflatten(-1, (-1, group_size(dim, self.group)))
         # The scale was rounded up: the largest code can lie a hair beyond what the pools' type can hold.
-        return (groups * scale.float().unsqueeze(-1)).clamp(-limit, limit).flatten(-2)
+        return (groups * scale.unsqueeze(-1)).clamp(-limit, limit).flatten(-2)
 
     def _expected_error(self, vectors: Tensor, dtype: torch.dtype) -> Tensor:
         scaled, scale = self._scaled(vectors, dtype)

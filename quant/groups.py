@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcompress.errors import ConfigError
-from kvcompress.quant.packing import channel_multiple
+from kvcompress.kernels.packing import channel_multiple
 
 _BITS = (2, 3, 4, 8)
 

@@ -9,15 +9,15 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from kvcompress.quant.affine import affine_codes, affine_error, affine_grid, affine_values
+from kvcompress.kernels.affine import affine_codes, affine_error, affine_grid, affine_values
+from kvcompress.kernels.packing import pack, packed_bytes, unpack
 from kvcompress.quant.codec import Codec, Part
 from kvcompress.quant.groups import check_packing
-from kvcompress.quant.packing import pack, packed_bytes, unpack
 from kvcompress.quant.uniform import Bits
 
 
 class PerChannel(Codec):
-    """b-bit codes with one scale and one offset per channel of a block of tokens (:mod:`kvcompress.quant.affine`).
+    """b-bit codes with one scale and one offset per channel of a block of tokens (:mod:`kvcompress.kernels.affine`).
 
     A channel of keys that is far larger than the others then costs the others nothing. A block is encoded as a whole,
     so nothing can be written over one of its tokens alone.

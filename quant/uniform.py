@@ -9,16 +9,17 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from kvcompress.quant.affine import affine_codes, affine_error, affine_grid, affine_values
+from kvcompress.kernels.affine import affine_error, affine_grid, affine_values
+from kvcompress.kernels.packing import packed_bytes, unpack
+from kvcompress.kernels.quantize_tokens import quantize_tokens
 from kvcompress.quant.codec import Codec, Part
 from kvcompress.quant.groups import check_group, check_packing, group_size
-from kvcompress.quant.packing import pack, packed_bytes, unpack
 
 Bits = Literal[8, 4, 3, 2]
 
 
 class Uniform(Codec):
-    """b-bit codes with one scale and one offset per group of channels of one token (:mod:`kvcompress.quant.affine`).
+    """b-bit codes with one scale and one offset per group of channels of one token (:mod:`kvcompress.kernels.affine`).
 
     Error model: mean over groups of scale**2 / 12 * (group - 2) / group, the minimum and the maximum being exact.
     """
@@ -46,20 +47,16 @@ class Uniform(Codec):
             "offset": Part((groups,), dtype),
         }
 
-    def _grid(self, vectors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        groups = vectors.unflatten(-1, (-1, group_size(vectors.shape[-1], self.group)))
-        low, high = torch.aminmax(groups, dim=-1)
-        return groups, *affine_grid(low, high, self.bits, dtype)
-
     def _encode(self, vectors: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        groups, scale, offset = self._grid(vectors, dtype)
-        codes = affine_codes(groups, scale, offset, self.bits).flatten(-2)
-        return {"codes": pack(codes, self.bits), "scale": scale, "offset": offset}
+        codes, scale, offset = quantize_tokens(vectors, self.bits, group_size(vectors.shape[-1], self.group), dtype)
+        return {"codes": codes, "scale": scale, "offset": offset}
 
     def decode(self, parts: Mapping[str, Tensor], dim: int) -> Tensor:
         codes = unpack(parts["codes"], self.bits).unflatten(-1, (-1, group_size(dim, self.group)))
         return affine_values(codes, parts["scale"], parts["offset"]).flatten(-2)
 
     def _expected_error(self, vectors: Tensor, dtype: torch.dtype) -> Tensor:
-        groups, scale, _ = self._grid(vectors, dtype)
-        return affine_error(scale, groups.shape[-1]).mean(dim=-1)
+        size = group_size(vectors.shape[-1], self.group)
+        low, high = torch.aminmax(vectors.unflatten(-1, (-1, size)), dim=-1)
+        scale, _ = affine_grid(low, high, self.bits, dtype)
+        return affine_error(scale, size).mean(dim=-1)

@@ -1,10 +1,16 @@
 """Settings shared by all tests."""
 
 import copy
+import os
 
 import pytest
 import torch
 from hypothesis import settings
+
+if not torch.cuda.is_available():
+    # Before anything imports Triton: its interpreter runs kernels on the CPU.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from tiny import tiny
 from transformers import PreTrainedModel
 

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 from kvcompress.errors import ConfigError
+from kvcompress.kernels.hadamard import hadamard
+from kvcompress.kernels.packing import channel_multiple, pack, packed_bytes, unpack
 from kvcompress.quant.float8 import Float8
 from kvcompress.quant.nf4 import NF4
-from kvcompress.quant.packing import channel_multiple, pack, packed_bytes, unpack
 from kvcompress.quant.per_channel import PerChannel
-from kvcompress.quant.rotation import hadamard, rotation_block
+from kvcompress.quant.rotation import rotation_block
 from kvcompress.quant.uniform import Uniform
 
 DIMS = [20, 48, 64, 80, 96, 112, 128, 192, 256, 576]

@@ -6,8 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcompress.kernels import decode_attention, window_scores
-from kvcompress.kernels.decode_attention import attention_mass, attention_reference, slot_attention
+from kvcompress.kernels import slot_attention as slot_attention_module
+from kvcompress.kernels import window_scores
+from kvcompress.kernels.slot_attention import attention_mass, attention_reference, slot_attention
 from kvcompress.kernels.leverage_scores import leverage_scores
 from kvcompress.kernels.redundancy import mean_similarity
 from kvcompress.kernels.replace_slots import Replacement, plan_replacement, replace_slots, take
@@ -276,14 +277,14 @@ def test_attention_mass_in_slices(monkeypatch, elements, mask_rows):
     if mask_rows is not None:
         mask = torch.rand(ROWS, 1, mask_rows, 17, generator=torch.Generator().manual_seed(4)) < 0.5
     _, probabilities = attend_by_hand(queries, keys, keys, mask, 0.3, None, None)
-    monkeypatch.setattr(decode_attention, "_SLICE_ELEMENTS", elements)
+    monkeypatch.setattr(slot_attention_module, "_SLICE_ELEMENTS", elements)
     sizes, reference = [], attention_reference
 
     def measured(part, *rest):
         sizes.append(part.shape[2])
         return reference(part, *rest)
 
-    monkeypatch.setattr(decode_attention, "attention_reference", measured)
+    monkeypatch.setattr(slot_attention_module, "attention_reference", measured)
     mass = attention_mass(queries, keys, mask, 0.3)
     assert sizes == ([1] * 6 if elements == 1 else [2] * 3)
     close(mass, probabilities.reshape(ROWS, KV_HEADS, 3, 6, 17).mean(2).sum(2), tolerance=1e-5)
@@ -300,7 +301,9 @@ def test_plan_replacement(data):
     plan = plan_replacement(_flags(leaves, slots, inside=False), _flags(comes, arrivals, inside=True), width)
     assert plan.slots.shape == plan.arrivals.shape == plan.live.shape == (1, 3, width)
     for head in range(3):
-        assert len(set(plan.slots[0, head].tolist())) == width
+        # A stable sort: free slots and arrivals first, all in ascending order.
+        assert plan.slots[0, head].tolist() == sorted(range(slots), key=lambda i: i not in leaves[head])[:width]
+        assert plan.arrivals[0, head].tolist() == sorted(range(arrivals), key=lambda i: i not in comes[head])[:width]
         live = plan.live[0, head]
         assert set(plan.slots[0, head][live].tolist()) == leaves[head]
         assert set(plan.arrivals[0, head][live].tolist()) == comes[head]

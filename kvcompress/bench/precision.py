@@ -29,7 +29,7 @@ from torch import Tensor
 
 import kvcompress
 from kvcompress.bench.equal_bytes import write_answers
-from kvcompress.kernels.decode_attention import attention_reference
+from kvcompress.kernels.slot_attention import attention_reference
 from kvcompress.kernels.value_statistics import value_statistic
 from kvcompress.kernels.window_scores import window_scores
 from kvcompress.model import cache_keyword

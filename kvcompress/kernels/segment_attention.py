@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvcompress.kernels.precision import widened
 from kvcompress.quant.coded import Coded
 
 # Tokens decoded at a time, or as many fewer as make whole blocks of the codecs' own.
@@ -37,16 +38,36 @@ class Segment(NamedTuple):
         keys: (rows, kv_heads, N, head_dim), a tensor of any float dtype or codes.
         values: (rows, kv_heads, N, value_dim), likewise.
         mask: bool, broadcastable to (rows, 1, Q, N), True where a query may look; None means everywhere.
+        lengths: (rows, kv_heads) int32, only the first so many tokens of each head are there; None means all.
     """
 
     keys: Tensor | Coded
     values: Tensor | Coded
     mask: Tensor | None
+    lengths: Tensor | None = None
 
     @property
     def tokens(self) -> int:
         """N."""
         return self.keys.shape[2] if isinstance(self.keys, Tensor) else self.keys.tokens
+
+    @property
+    def kv_heads(self) -> int:
+        keys = self.keys if isinstance(self.keys, Tensor) else self.keys.parts["codes"]
+        return keys.shape[1]
+
+    def allowed(self, heads: int, start: int, stop: int) -> Tensor | None:
+        """Where the queries of ``heads`` heads may look among tokens start to stop, of those that are there.
+
+        Returns:
+            bool, broadcastable to (rows, heads, Q, stop - start), or None for everywhere.
+        """
+        mask = None if self.mask is None else self.mask[..., start:stop]
+        if self.lengths is None:
+            return mask
+        there = torch.arange(start, stop, device=self.lengths.device) < self.lengths.unsqueeze(-1)
+        there = there.repeat_interleave(heads // self.kv_heads, dim=1).unsqueeze(2)
+        return there if mask is None else there & mask
 
 
 def segment_attention(
@@ -56,7 +77,7 @@ def segment_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The same as :func:`kvcompress.kernels.decode_attention.attention_reference` over all segments joined.
+    """The same as :func:`kvcompress.kernels.slot_attention.attention_reference` over all segments joined.
 
     Args:
         queries: (rows, heads, Q, head_dim), any float dtype.
@@ -65,12 +86,25 @@ def segment_attention(
     Returns:
         (rows, heads, Q, value_dim) in the dtype of queries. A query that may look nowhere gets zeros.
     """
-    outs = []
+    return segment_attention_with_lse(queries, segments, scaling, softcap, sinks)[0]
+
+
+def segment_attention_with_lse(
+    queries: Tensor,
+    segments: Sequence[Segment],
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`segment_attention`, and the logarithm of the softmax's denominator, the sink in it: (rows, heads, Q)."""
+    outs, totals = [], []
     for part, chosen in _query_slices(queries, segments):
         pieces = [_attend(part, segment, scaling, softcap) for segment in chosen if segment.tokens]
-        weights = _weights(torch.stack([lse for _, lse in pieces]), sinks)
+        lses = torch.stack([lse for _, lse in pieces])
+        weights = _weights(lses, sinks)
         outs.append(sum(w.unsqueeze(-1) * out for w, (out, _) in zip(weights, pieces, strict=True)))
-    return torch.cat(outs, dim=2).to(queries.dtype)
+        totals.append(_with_sinks(torch.logsumexp(lses, dim=0), sinks))
+    return torch.cat(outs, dim=2).to(queries.dtype), torch.cat(totals, dim=2)
 
 
 def segment_mass(
@@ -88,14 +122,12 @@ def segment_mass(
         (rows, kv_heads, N) float32 per segment.
     """
     masses = [
-        torch.zeros(queries.shape[0], _kv_heads(s), s.tokens, dtype=torch.float32, device=queries.device)
+        torch.zeros(queries.shape[0], s.kv_heads, s.tokens, dtype=torch.float32, device=queries.device)
         for s in segments
     ]
     for part, chosen in _query_slices(queries, segments):
         lses = [_log_sum_exp(part, segment, scaling, softcap) for segment in chosen]
-        total = torch.logsumexp(torch.stack(lses), dim=0)
-        if sinks is not None:
-            total = torch.logaddexp(total, sinks.float().reshape(1, -1, 1).expand_as(total))
+        total = _with_sinks(torch.logsumexp(torch.stack(lses), dim=0), sinks)
         # A query that may look nowhere gives nothing.
         total = total.masked_fill(total == -torch.inf, torch.inf).unsqueeze(-1)
         for mass, segment in zip(masses, chosen, strict=True):
@@ -103,11 +135,6 @@ def segment_mass(
                 received = torch.exp(logits - total).unflatten(1, (mass.shape[1], -1))
                 mass[..., start:stop] += received.mean(dim=2).sum(dim=2)
     return masses
-
-
-def _kv_heads(segment: Segment) -> int:
-    keys = segment.keys if isinstance(segment.keys, Tensor) else segment.keys.parts["codes"]
-    return keys.shape[1]
 
 
 def _query_slices(queries: Tensor, segments: Sequence[Segment]) -> Iterator[tuple[Tensor, list[Segment]]]:
@@ -134,8 +161,8 @@ def _logits(
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Blocks (start, stop, logits) of a segment, logits (rows, heads, Q, stop - start) float32."""
     rows, heads, length, _ = queries.shape
-    kv_heads = _kv_heads(segment)
-    q = queries.float()
+    kv_heads = segment.kv_heads
+    q = widened(queries)
     if not isinstance(segment.keys, Tensor):
         q = segment.keys.into_basis(q)
     grouped = q.reshape(rows, kv_heads, -1, q.shape[-1]) * scaling
@@ -146,8 +173,9 @@ def _logits(
         logits = torch.matmul(grouped, keys.transpose(-1, -2)).reshape(rows, heads, length, -1)
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        if segment.mask is not None:
-            logits = logits.masked_fill(~segment.mask[..., start:stop], -torch.inf)
+        allowed = segment.allowed(heads, start, stop)
+        if allowed is not None:
+            logits = logits.masked_fill(~allowed, -torch.inf)
         yield start, stop, logits
 
 
@@ -159,12 +187,12 @@ def _block_size(segment: Segment) -> int:
 
 
 def _block(states: Tensor | Coded, start: int, stop: int) -> Tensor:
-    return states[:, :, start:stop].float() if isinstance(states, Tensor) else states.block(start, stop)
+    return widened(states[:, :, start:stop]) if isinstance(states, Tensor) else states.block(start, stop)
 
 
 def _attend(queries: Tensor, segment: Segment, scaling: float, softcap: float | None) -> tuple[Tensor, Tensor]:
     """Output (rows, heads, Q, value_dim) and log-sum-exp (rows, heads, Q) of one segment, float32."""
-    largest = torch.full(queries.shape[:3], -torch.inf, device=queries.device)
+    largest = torch.full(queries.shape[:3], -torch.inf, dtype=widened(queries).dtype, device=queries.device)
     total = torch.zeros_like(largest)
     weighted: Tensor | float = 0.0
     for start, stop, logits in _logits(queries, segment, scaling, softcap):
@@ -193,10 +221,15 @@ def _log_sum_exp(queries: Tensor, segment: Segment, scaling: float, softcap: flo
     return torch.logsumexp(torch.stack(lses), dim=0)
 
 
+def _with_sinks(lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """(rows, heads, Q), the learned sinks added to the denominator."""
+    return lse if sinks is None else torch.logaddexp(lse, sinks.to(lse.dtype).reshape(1, -1, 1).expand_as(lse))
+
+
 def _weights(lses: Tensor, sinks: Tensor | None) -> Tensor:
     """(segments, rows, heads, Q): share of the probability that lies in each segment."""
     if sinks is None:
         # Softmax over nothing is NaN. Only that is replaced: a NaN among the logits must show.
         return torch.softmax(lses, dim=0).masked_fill((lses == -torch.inf).all(dim=0), 0.0)
-    sink = sinks.float().reshape(1, 1, -1, 1).expand(1, *lses.shape[1:])
+    sink = sinks.to(lses.dtype).reshape(1, 1, -1, 1).expand(1, *lses.shape[1:])
     return torch.softmax(torch.cat([lses, sink]), dim=0)[:-1]

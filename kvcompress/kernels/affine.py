@@ -16,6 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvcompress.kernels.precision import widened
+
 _BITS_AS = {2: torch.int16, 4: torch.int32}
 
 
@@ -41,10 +43,11 @@ def affine_codes(groups: Tensor, scale: Tensor, offset: Tensor, bits: int) -> Te
 
 
 def affine_values(codes: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-    """float32 values of (..., size) codes; scale and offset (...)."""
+    """float32 values of (..., size) codes (float64 for float64 scales); scale and offset (...)."""
     limit = torch.finfo(scale.dtype).max
     # Half of everything, since code * scale can overflow where its sum with a negative offset doesn't.
-    halves = codes.float() * (scale.float() / 2).unsqueeze(-1) + (offset.float() / 2).unsqueeze(-1)
+    wide = widened(scale)
+    halves = codes.to(wide.dtype) * (wide / 2).unsqueeze(-1) + (widened(offset) / 2).unsqueeze(-1)
     # The outermost grid point can lie a hair beyond what the pools' type can hold.
     return (2 * halves).clamp(-limit, limit)
 

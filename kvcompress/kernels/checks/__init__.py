@@ -1,0 +1,31 @@
+"""Cases that hold every kernel against its reference, one file per operation (see :mod:`.cases`)."""
+
+from __future__ import annotations
+
+from kvcompress.kernels.checks import (
+    decode_attention,
+    gumbel_scores,
+    hadamard,
+    leverage_scores,
+    normal_matrix,
+    quantize_tokens,
+    redundancy,
+    replace_slots,
+    value_statistics,
+    window_scores,
+)
+from kvcompress.kernels.checks.cases import Case, Outcome, check
+
+CASES: tuple[Case, ...] = (
+    *gumbel_scores.cases(),
+    *hadamard.cases(),
+    *leverage_scores.cases(),
+    *normal_matrix.cases(),
+    *quantize_tokens.cases(),
+    *redundancy.cases(),
+    *replace_slots.cases(),
+    *value_statistics.cases(),
+    *window_scores.cases(),
+)
+
+__all__ = ["CASES", "Case", "Outcome", "check"]
