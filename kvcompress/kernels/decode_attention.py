@@ -203,7 +203,8 @@ def _launch(
     block_m = min(32, max(16, triton.next_power_of_2(group)))
     launch(
         _attend_split,
-        (splits, rows * kv_heads, triton.cdiv(group, block_m)),
+        # Heads along the axis that may be longest: the others end at 65,535.
+        (rows * kv_heads, splits, triton.cdiv(group, block_m)),
         shape,
         queries, rotated, outs, lses, tuple(pools), kv_heads, splits, scaling, softcap or 0.0,
         FORMATS=tuple(number for keys, values, widen in formats for number in (*keys, *values, widen)), GROUP=group, KEY_DIM=key_dim, VALUE_DIM=value_dim, ROOT=math.sqrt(rotation_block(key_dim)),
@@ -321,7 +322,7 @@ def _attend_split(
     SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One split of one pool, for one KV head of one row and BLOCK_M of its query heads."""
-    split, pair = tl.program_id(0), tl.program_id(1)
+    pair, split = tl.program_id(0), tl.program_id(1)
     member = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = 0
     for index in tl.static_range(len(pools)):

@@ -43,12 +43,12 @@ def quantize_tokens(vectors: Tensor, bits: int, group: int, dtype: torch.dtype) 
     codes = torch.empty(*leading, packed_bytes(dim, bits), dtype=torch.uint8, device=vectors.device)
     scale, offset = (torch.empty(*leading, dim // group, dtype=dtype, device=vectors.device) for _ in range(2))
     # Two launches, since the channels of a byte lie in different groups: the second one reads the grid of each channel.
-    grids, metadata = scale.numel(), [part.view(_BITS_AS[dtype]) for part in (scale, offset)]
-    block_group = triton.next_power_of_2(group)
-    shape = tiling("quantize_tokens.grid", Tiling(block=max(1, 2048 // block_group)))
+    metadata = [part.view(_BITS_AS[dtype]) for part in (scale, offset)]
     kind = {"BITS": bits, "DTYPE": str(dtype).removeprefix("torch."), "GROUP": group}
+    count, block_group = scale.numel(), triton.next_power_of_2(group)
+    shape = tiling("quantize_grids", Tiling(block=max(1, 2048 // block_group)))
     launch(
-        _grids, (triton.cdiv(grids, shape.block),), shape, vectors, *metadata, grids,
+        _grids, (triton.cdiv(count, shape.block),), shape, vectors, *metadata, count,
         **kind, BLOCK_GROUP=block_group, BLOCK=shape.block,
     )  # fmt: skip
     count, lanes = vectors.numel() // dim, channel_multiple(bits)
@@ -79,7 +79,7 @@ def _rounded(magnitude, up, DTYPE):
 
 @jit
 def _number(bits, DTYPE):
-    """float32 of what :func:`_rounded` returns."""
+    """float32 that int32 bits of a number of DTYPE stand for."""
     if DTYPE == "bfloat16":
         number = (bits << 16).to(tl.float32, bitcast=True)
     elif DTYPE == "float16":
@@ -106,6 +106,7 @@ def _grids(
     bits = _rounded(tl.abs(low), negative, DTYPE)
     bits = tl.where(negative, bits | (-(2**31) if DTYPE == "float32" else 0x8000), bits)
     tl.store(offsets + group, bits.to(offsets.dtype.element_ty), mask=group < count)
+    # Up to float32 and then on to DTYPE is up to DTYPE.
     width = tl.maximum(high.to(tl.float64) - _number(bits, DTYPE).to(tl.float64), 0.0)
     exact = width / (2.0**BITS - 1)
     single = exact.to(tl.float32)
@@ -125,7 +126,7 @@ def _codes(
     run = tl.arange(0, BLOCK_RUN)
     lane = tl.arange(0, LANES)[None, :, None]
     channel = lane * RUN + run[None, None, :]
-    real = (token < count)[:, None, None] & (lane < LANES) & (run < RUN)[None, None, :]
+    real = (token < count)[:, None, None] & (run < RUN)[None, None, :]
     number = tl.load(vectors + token[:, None, None] * (LANES * RUN) + channel, mask=real, other=0.0)
     place = token[:, None, None] * (LANES * RUN // GROUP) + channel // GROUP
     offset = _number(tl.load(offsets + place, mask=real, other=0).to(tl.int32), DTYPE)

@@ -40,7 +40,8 @@ def mean_similarity(keys: Tensor) -> Tensor:
         keys = keys.contiguous()
     shape = tiling("redundancy", Tiling(block=64))
     blocks = triton.cdiv(candidates, shape.block)
-    grid = (blocks, rows * kv_heads)
+    # Heads along the axis that may be longest: the others end at 65,535.
+    grid = (rows * kv_heads, blocks)
     sizes = {"DIM": dim, "BLOCK_DIM": triton.next_power_of_2(dim), "BLOCK": shape.block}
     partial = torch.empty(rows * kv_heads, blocks, dim, dtype=torch.float32, device=keys.device)
     strides = keys.stride()[:3]
@@ -54,7 +55,7 @@ def mean_similarity(keys: Tensor) -> Tensor:
 @jit
 def _unit_keys(keys, head, kv_heads, candidates, key_row, key_head, key_token, DIM, BLOCK_DIM, BLOCK, EPSILON):
     """(BLOCK, BLOCK_DIM) float32 normalized keys of one block of candidates; zeros beyond the last."""
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     channel = tl.arange(0, BLOCK_DIM)
     # 64-bit, since all layers of a store can hold more than 2**31 elements together.
     base = keys + (head // kv_heads).to(tl.int64) * key_row + (head % kv_heads).to(tl.int64) * key_head
@@ -70,10 +71,10 @@ def _sum_unit_keys(
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK: tl.constexpr, EPSILON: tl.constexpr,
 ):  # fmt: skip
     """Sum of the normalized keys of one block, so that the order of summation never depends on the launch."""
-    head = tl.program_id(1)
+    head = tl.program_id(0)
     unit = _unit_keys(keys, head, kv_heads, candidates, key_row, key_head, key_token, DIM, BLOCK_DIM, BLOCK, EPSILON)
     channel = tl.arange(0, BLOCK_DIM)
-    row = partial + (head.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * DIM
+    row = partial + (head.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * DIM
     tl.store(row + channel, tl.sum(unit, axis=0), mask=channel < DIM)
 
 
@@ -82,10 +83,10 @@ def _similarity(
     keys, total, out, kv_heads, candidates, key_row, key_head, key_token,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK: tl.constexpr, EPSILON: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1)
+    head = tl.program_id(0)
     unit = _unit_keys(keys, head, kv_heads, candidates, key_row, key_head, key_token, DIM, BLOCK_DIM, BLOCK, EPSILON)
     channel = tl.arange(0, BLOCK_DIM)
     summed = tl.load(total + head.to(tl.int64) * DIM + channel, mask=channel < DIM, other=0.0)
     similarity = (tl.sum(unit * summed[None, :], axis=1) - tl.sum(unit * unit, axis=1)) / candidates
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + head.to(tl.int64) * candidates + token, similarity, mask=token < candidates)

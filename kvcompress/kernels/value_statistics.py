@@ -98,7 +98,7 @@ def _statistic(
         spread = tl.sqrt_rn(tl.sum(tile * tile, axis=1))
     else:
         # Not the fast division, by which the mean of a constant could differ from it.
-        mean = tl.div_rn(tl.sum(tile * SMALL, axis=1), DIM * 1.0) / SMALL
+        mean = tl.div_rn(tl.sum(tile * SMALL, axis=1), DIM * 1.0) * (1 / SMALL)
         apart = tl.where(real, tile - mean[:, None], 0.0)
         spread = tl.sum(apart * apart, axis=1) / (DIM - 1)
     # The largest number of a row passes over NaN, and a comparison with NaN is false.

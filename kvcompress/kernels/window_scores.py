@@ -89,13 +89,13 @@ def window_scores(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
 
 
 @jit
-def _block_of_head(keys, queries, kv_heads, blocks, key_row, key_head, query_row, query_group):
+def _block_of_head(keys, queries, kv_heads, blocks, key_row, key_head, query_row, query_head, GROUP):
     """Block of candidates and KV head, counted over all rows, of a program, and where its keys and queries begin."""
     block, head = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     # 64-bit, since all layers of a store can hold more than 2**31 elements together.
     row, within = (head // kv_heads).to(tl.int64), (head % kv_heads).to(tl.int64)
     keys += row * key_row + within * key_head
-    queries += row * query_row + within * query_group
+    queries += row * query_row + within * GROUP * query_head
     return block, head.to(tl.int64), keys, queries
 
 
@@ -131,7 +131,7 @@ def _block_normalizers(
 ):  # fmt: skip
     """Largest logit, and sum of exp(logit - largest), of each query within one block of candidates."""
     block, head, keys, queries = _block_of_head(
-        keys, queries, kv_heads, blocks, key_row, key_head, query_row, query_head * GROUP
+        keys, queries, kv_heads, blocks, key_row, key_head, query_row, query_head, GROUP
     )
     token = block * BLOCK + tl.arange(0, BLOCK)
     queries_of_all = (tl.num_programs(0) // blocks).to(tl.int64) * GROUP * window
@@ -160,7 +160,7 @@ def _mean_probabilities(
 ):  # fmt: skip
     """One block of candidates; one loop over members and chunks, since the compiler overlaps loads within a loop."""
     block, head, keys, queries = _block_of_head(
-        keys, queries, kv_heads, blocks, key_row, key_head, query_row, query_head * GROUP
+        keys, queries, kv_heads, blocks, key_row, key_head, query_row, query_head, GROUP
     )
     token = block * BLOCK + tl.arange(0, BLOCK)
     tile = _vectors(keys, token, candidates, key_token, 0, DIM, SLICE, WIDE)

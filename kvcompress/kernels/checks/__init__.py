@@ -17,6 +17,7 @@ from kvcompress.kernels.checks import (
 from kvcompress.kernels.checks.cases import Case, Outcome, check
 
 CASES: tuple[Case, ...] = (
+    *decode_attention.cases(),
     *gumbel_scores.cases(),
     *hadamard.cases(),
     *leverage_scores.cases(),
@@ -28,4 +29,10 @@ CASES: tuple[Case, ...] = (
     *window_scores.cases(),
 )
 
-__all__ = ["CASES", "Case", "Outcome", "check"]
+# What is compiled ahead of time: attention as dispatch chooses to run it, and the cases of the other operations.
+COMPILED: tuple[Case, ...] = (
+    *decode_attention.configurations(),
+    *(case for case in CASES if case.operation != "decode_attention" and not case.heavy),
+)
+
+__all__ = ["CASES", "COMPILED", "Case", "Outcome", "check"]

@@ -9,18 +9,24 @@ from a cubin; from the metadata of AMD's assembly.
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvcompress.kernels.backend import backend
-from kvcompress.kernels.checks.cases import Case, copied
+from kvcompress.kernels.checks import COMPILED, Case
+from kvcompress.kernels.checks.cases import copied
 from kvcompress.kernels.launch import Compiled, compiling, is_interpreted, triton
 
 # Shared memory that one program may take, in bytes (CUDA programming guide, table of compute capabilities; CDNA 3 ISA).
@@ -63,6 +69,9 @@ def compile_case(case: Case, target: str) -> Iterator[Resources]:
     with backend("triton"), compiling() as compiled:
         case.call(**arguments)
     assert compiled, f"{case}: launched no kernel"
+    for made in compiled:
+        # On Blackwell input_precision="ieee" doesn't always hold (triton issue 10176).
+        assert "tf32" not in made.kernel.asm.get("ptx", ""), f"{case}: {made.name} for {target} multiplies in TF32"
     for made in compiled:
         yield Resources(target, case.operation, case.name, made.name, made.tiling.warps, *_resources(made, target))
 
@@ -120,5 +129,47 @@ def _number(pattern: str, text: str) -> int:
     return int(found[1])
 
 
-def as_rows(resources: list[Resources]) -> list[dict[str, Any]]:
-    return [asdict(item) for item in resources]
+def distinct(resources: Iterable[Resources]) -> list[Resources]:
+    """One of those that are the same kernel with the same needs, the one that was compiled first."""
+    first: dict[tuple[Any, ...], Resources] = {}
+    for item in resources:
+        first.setdefault((item.target, item.operation, item.kernel, item.shared, item.registers), item)
+    return list(first.values())
+
+
+def compile_all(target: str) -> list[Resources]:
+    """Compile everything for one target.
+
+    Raises:
+        AssertionError: if a product of float32 numbers is left to TF32, which rounds them to 10 bits.
+    """
+    return distinct(item for case in COMPILED for item in compile_case(case, target))
+
+
+def main(output_dir: Path) -> None:
+    """Compile for all targets, side by side, and write compiled.json and compiled.md."""
+    with ProcessPoolExecutor(min(len(TARGETS), os.cpu_count() or 1), get_context("spawn")) as workers:
+        resources = [item for found in workers.map(compile_all, TARGETS) for item in found]
+    output_dir.mkdir(parents=True, exist_ok=True)
+    (output_dir / "compiled.json").write_text(json.dumps([asdict(item) for item in resources], indent=1) + "\n")
+    (output_dir / "compiled.md").write_text(to_markdown(resources))
+
+
+def to_markdown(resources: Sequence[Resources]) -> str:
+    """Per kernel and target the largest of each figure over all configurations."""
+    lines = ["| operation | kernel | " + " | ".join(TARGETS) + " |", "|---|---|" + "---|" * len(TARGETS)]
+    kernels = list(dict.fromkeys((item.operation, item.kernel) for item in resources))
+    for operation, kernel in kernels:
+        cells = []
+        for target in TARGETS:
+            same = [i for i in resources if (i.operation, i.kernel, i.target) == (operation, kernel, target)]
+            figures = [max((getattr(i, name) for i in same), default=0) for name in ("shared", "registers", "spills")]
+            cells.append(f"{figures[0] / 1024:.1f} KiB, {figures[1]}, {figures[2]}")
+        lines.append(f"| {operation} | `{kernel.lstrip('_')}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-dir", type=Path, required=True, help="folder for compiled.json and compiled.md")
+    main(parser.parse_args().output_dir)

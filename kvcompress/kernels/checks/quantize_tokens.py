@@ -39,6 +39,8 @@ def cases() -> Iterator[Case]:
         for dtype in DTYPES:
             for kind in (*KINDS[2:], "wide", "subnormal", "smallest", "huge", "too huge", "largest", "representable"):
                 yield _case(*shape, kind, dtype)
+    for dtype in DTYPES[:2]:
+        yield _case(*SHAPES[6], "16 bits", dtype)
     yield _case((576, 8, 64, 128), 4, 32, "normal", torch.bfloat16, heavy=True)
     yield _case((576, 8, 64, 128), 3, 128, "normal", torch.float16, heavy=True)
 
@@ -53,7 +55,7 @@ def _case(shape: tuple[int, ...], bits: int, group: int, kind: str, dtype: torch
 
 
 def _numbers(device: torch.device, kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """float32, as a rotation leaves them, and of all sizes that metadata of a type can or cannot describe."""
+    """float32 as a rule, of all sizes that metadata of a type can or cannot describe."""
     info = torch.finfo(dtype)
     numbers = vectors(device, kind, *shape, dtype=torch.float32)
     if kind == "minus":  # below zero throughout, where rounding down is away from it
@@ -71,4 +73,6 @@ def _numbers(device: torch.device, kind: str, shape: tuple[int, ...], dtype: tor
         return sign * (1e30 if dtype == torch.float16 else 3.4e38) * (1 - numbers.sigmoid() / 1000)
     if kind == "largest":
         return numbers.sign() * info.max
+    if kind == "16 bits":
+        return numbers.to(dtype)
     return numbers.to(dtype).float() if kind == "representable" else numbers

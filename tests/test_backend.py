@@ -1,0 +1,214 @@
+"""Which implementation runs, end to end: the same tokens by kernels (in the interpreter) as by their references."""
+
+import sys
+import types
+
+import pytest
+import torch
+from tiny import feed, tiny
+
+import kvcompress
+from kvcompress import scoring
+from kvcompress.errors import ConfigError
+from kvcompress.kernels import backend as backends
+from kvcompress.kernels import decode_attention as decode_module
+from kvcompress.kernels.backend import backend, check_backend, use_flash_attn, use_triton
+from kvcompress.kernels.launch import Tiling, is_interpreted, tilings
+from kvcompress.kernels.segment_attention import Segment
+from kvcompress.kernels.slot_attention import attention_reference
+from kvcompress.quant.coded import Coded
+from kvcompress.quant.nf4 import NF4
+from kvcompress.quant.per_channel import PerChannel
+
+pytestmark = pytest.mark.skipif(not is_interpreted(), reason="needs TRITON_INTERPRET=1")
+
+SETTINGS = {"budget": 24, "buffer": 8}
+RECIPES = {
+    "vase-attnv": SETTINGS,
+    "vase-dkv": SETTINGS,
+    "r-kv": SETTINGS,
+    "h2o": SETTINGS,
+    "vase-attnv-int4": SETTINGS,
+    "ladder": SETTINGS,
+    "int4-rotated": {"buffer": 8},
+    "int8": {"buffer": 8},
+}
+# What each recipe has to run by kernels, besides attention.
+KERNELS = {
+    "vase-attnv": {"window_scores", "value_statistic", "gumbel_scores", "replace_slots"},
+    "vase-dkv": {"leverage_scores", "normal_matrix", "replace_slots"},
+    "r-kv": {"window_scores", "redundancy", "replace_slots"},
+    "vase-attnv-int4": {"quantize_tokens", "replace_slots"},
+    "int4-rotated": {"quantize_tokens", "hadamard"},
+}
+
+
+def run(model, name, how):
+    """Logits of every call, and what is held at the end, of two ragged rows."""
+    config = kvcompress.load_config(name, **RECIPES[name])
+    ids = torch.randint(2, 127, (2, 40), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones(2, 40, dtype=torch.int64)
+    mask[0, :5] = 0
+    ids[0, :5] = 0
+    steps = torch.randint(2, 127, (9, 2, 1), generator=torch.Generator().manual_seed(6))
+    logits = []
+    with kvcompress.apply(model, config, backend=how) as handle:
+        cache = handle.new_cache()
+        logits.append(feed(model, cache, ids, mask))
+        for step in steps:
+            mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
+            logits.append(feed(model, cache, step, mask))
+        held = [cache.kept_positions(layer, row) for layer in cache.compressed for row in (0, 1)]
+        return torch.cat([part[:, -1:] for part in logits], dim=1), held, cache.stats()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("llama", head_dim=32, num_attention_heads=6, hidden_size=96)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_kernels_give_what_the_references_give(model, name):
+    expected, kept, stats = run(model, name, "torch")
+    assert set(stats.kernels.values()) == {"torch"} and stats.backend == "torch"
+    with tilings(decode_attention=Tiling(16)):
+        logits, held, stats = run(model, name, "triton")
+    assert all(torch.equal(*pair) for pair in zip(kept, held, strict=True))
+    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-4)
+    assert stats.backend == "triton"
+    assert KERNELS.get(name, set()) <= {op for op, how in stats.kernels.items() if how == "triton"}, stats.kernels
+
+
+@pytest.mark.parametrize("name", ["vase-attnv", "vase-dkv", "r-kv", "vase-attnv-int4"])
+def test_statistics_computed_where_tokens_lie(monkeypatch, model, name):
+    """As on a GPU, where keys and values aren't brought into order before they are scored."""
+    expected, kept, _ = run(model, name, "torch")
+    monkeypatch.setattr(scoring, "_moves_first", lambda device: False)
+    logits, held, _ = run(model, name, "torch")
+    assert all(torch.equal(*pair) for pair in zip(kept, held, strict=True))
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "deepseek_v3", "mimo_v2_flash"])
+def test_architectures(kind):
+    """Soft caps, learned sinks, latents, keys and values of different size."""
+    model = tiny(kind, attention="eager")
+    ids = torch.randint(2, 127, (2, 30), generator=torch.Generator().manual_seed(5))
+    logits = {}
+    for how in ("torch", "triton"):
+        with kvcompress.apply(model, "vase-attnv", **SETTINGS, backend=how) as handle, torch.no_grad():
+            cache = handle.new_cache()
+            logits[how] = torch.cat(
+                [feed(model, cache, ids[:, :20])[:, -1:], *(feed(model, cache, ids[:, i : i + 1]) for i in range(20, 30))],
+                dim=1,
+            )
+    torch.testing.assert_close(logits["triton"], logits["torch"], rtol=0, atol=2e-4)
+    assert cache.stats().backend == "triton"
+
+
+@pytest.mark.parametrize("codec", [NF4(group=32), PerChannel(bits=4, tokens=32)], ids=lambda codec: codec.label)
+def test_codecs_without_a_kernel_are_decoded_by_torch(codec):
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, 1, 32, generator=generator)
+    vectors = torch.randn(2, 2, 32, 32, generator=generator)
+    coded = Coded(codec, codec.encode(vectors, torch.float16), 32)
+    ran: dict[str, str] = {}
+    with backend("triton", ran):
+        out, lse = decode_module.decode_attention(q, [Segment(coded, coded, None)], 0.2)
+    assert ran == {"decode_attention": "torch"}
+    expected, expected_lse = decode_module.decode_attention_reference(q, [Segment(coded, coded, None)], 0.2)
+    torch.testing.assert_close((out, lse), (expected, expected_lse))
+
+
+def test_unknown_or_impossible_backends_are_refused(monkeypatch, model):
+    with pytest.raises(ConfigError, match=r"backend: 'cuda' is not a backend; known: auto, triton, flash_attn, torch"):
+        kvcompress.apply(model, "full", backend="cuda")
+    with pytest.raises(ConfigError, match=r"backend: 'flash_attn' needs the package flash-attn.*use auto or torch"):
+        kvcompress.apply(model, "full", backend="flash_attn")
+    monkeypatch.setattr(backends, "_has_flash_attn", lambda: True)
+    with pytest.raises(ConfigError, match=r"'flash_attn' needs a CUDA device, and the model lies on cpu"):
+        check_backend("flash_attn", torch.device("cpu"))
+    monkeypatch.setattr(backends.launch, "is_interpreted", lambda: False)
+    with pytest.raises(ConfigError, match=r"'triton' needs a CUDA or ROCm device, and the model lies on cpu"):
+        check_backend("triton", torch.device("cpu"))
+    monkeypatch.setattr(backends.launch, "triton", None)
+    with pytest.raises(ConfigError, match=r"'triton' needs the package triton"):
+        check_backend("triton", torch.device("cuda"))
+    check_backend("auto", torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "supported", "chosen"),
+    [
+        ("auto", "cpu", True, "torch"),
+        ("auto", "cuda", True, "triton"),
+        ("auto", "cuda", False, "torch"),
+        ("flash_attn", "cuda", True, "triton"),
+        ("torch", "cuda", True, "torch"),
+        ("triton", "cpu", True, "triton"),
+        ("triton", "cuda", False, "torch"),
+    ],
+)
+def test_choice(asked, device, supported, chosen):
+    ran: dict[str, str] = {}
+    with backend(asked, ran):
+        assert use_triton("x", torch.device(device), supported) == (chosen == "triton")
+    assert ran == {"x": chosen}
+
+
+def test_flash_attn_serves_single_pools_of_vectors(monkeypatch):
+    """Against a stand-in with flash-attn's signature and layout, since the package needs a GPU."""
+    calls = []
+
+    def flash_attn_func(q, k, v, softmax_scale, causal, softcap):
+        calls.append((q.shape, k.shape, causal, softcap))
+        assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+        out, _ = attention_reference(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, softmax_scale, softcap or None
+        )
+        return out.transpose(1, 2)
+
+    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_func=flash_attn_func))
+    monkeypatch.setattr("kvcompress.kernels.flash_attention.use_flash_attn", lambda device, dtype: True)
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 6, 1, 32, generator=generator).half()
+    k, v = (torch.randn(2, 3, 9, 32, generator=generator).half() for _ in range(2))
+    expected, _ = attention_reference(q, k, v, None, 0.2, 5.0)
+    ran: dict[str, str] = {}
+    with backend("flash_attn", ran):
+        out, _ = decode_module.decode_attention(q, [Segment(k, v, None)], 0.2, 5.0)
+        torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-3)
+        assert ran == {"decode_attention": "flash_attn"} and calls == [((2, 1, 6, 32), (2, 9, 3, 32), False, 5.0)]
+        mask = torch.ones(2, 1, 1, 9, dtype=torch.bool)
+        sinks = torch.zeros(6)
+        for segments, options in (
+            ([Segment(k, v, mask)], {}),
+            ([Segment(k, v, None)], {"sinks": sinks}),
+            ([Segment(k, v, None), Segment(k, v, None)], {}),
+        ):
+            decode_module.decode_attention(q, segments, 0.2, **options)
+            assert ran["decode_attention"] == "torch"
+    assert len(calls) == 1
+
+
+def test_flash_attn_only_in_sixteen_bits_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(backends, "_has_flash_attn", lambda: True)
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert use_flash_attn(cuda, torch.float16) and use_flash_attn(cuda, torch.bfloat16)
+    assert not use_flash_attn(cuda, torch.float32) and not use_flash_attn(cpu, torch.float16)
+    for name in ("torch", "triton"):
+        with backend(name):
+            assert not use_flash_attn(cuda, torch.float16)
+
+
+def test_outputs_do_not_depend_on_the_batch():
+    """A pool is cut by its length alone: a row's output has the same bits whatever rows are beside it."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(3, 4, 1, 32, generator=generator)
+    k, v = (torch.randn(3, 2, 70, 32, generator=generator) for _ in range(2))
+    with backend("triton"), tilings(decode_attention=Tiling(16)):
+        whole, _ = decode_module.decode_attention(q, [Segment(k, v, None)], 0.2)
+        for row in range(3):
+            part = slice(row, row + 1)
+            alone, _ = decode_module.decode_attention(q[part], [Segment(k[part], v[part], None)], 0.2)
+            assert torch.equal(alone, whole[part])
