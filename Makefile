@@ -3,6 +3,8 @@
 #   make demo      an answer of SmolLM2-135M out of a cache four times smaller, then seven recipes compared
 #   make test      the tests that take less than ten seconds each     make test-all   all of them
 #   make lint      ruff and mypy                                      make clean      remove what make has built
+#   make kernels   compile all kernels for four kinds of GPU, none of which has to be there
+#   make gpu       on a GPU: check the kernels, measure them and generation, write a report
 #
 # On Linux, PyPI's torch comes with CUDA. A machine without a GPU can do with a quarter of the download:
 #   make test PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
@@ -15,7 +17,7 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLA
 REQUIREMENTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint clean
+.PHONY: help demo test test-all kernels gpu lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -30,6 +32,13 @@ test: $(VENV)/.installed-dev
 
 test-all: $(VENV)/.installed-dev $(VENV)/.installed-demo
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+kernels: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=0 $(BIN)/python -m pytest -m slow -n 2 tests/test_compiled.py
+
+# With the Python at hand, since a GPU machine has its own torch; installs nothing.
+gpu:
+	PYTHONPATH=. $(PYTHON) -m kvcompress.bench.gpu --output-dir gpu-report
 
 # policies/, quant/ and configs/ belong into the package, where mypy finds them only in a copy that is laid out so.
 lint: $(VENV)/.installed-dev

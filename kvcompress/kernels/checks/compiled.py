@@ -51,15 +51,6 @@ class Resources:
     registers: int
     spills: int
 
-    def problems(self, hot: bool) -> list[str]:
-        """Why it cannot run, or runs badly."""
-        found = []
-        if self.shared > TARGETS[self.target]:
-            found.append(f"{self}: more shared memory than the {TARGETS[self.target]} bytes that there are")
-        if hot and self.spills:
-            found.append(f"{self}: spills registers")
-        return found
-
 
 def compile_case(case: Case, target: str) -> Iterator[Resources]:
     """Compile the kernels that a case launches; those compiled before for the same arguments take no time."""
