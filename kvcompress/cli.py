@@ -93,6 +93,9 @@ Dtype = Annotated[
     typer.Option(help="float32, float16, bfloat16 or auto; float32 on a CPU, else the model's own by default."),
 ]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; the first GPU if there is one.")]
+BackendName = Annotated[
+    str, typer.Option("--backend", help="auto, triton, flash_attn or torch: what runs attention and compression.")
+]
 Seed = Annotated[int | None, typer.Option(help="Seed of sampling and of the recipe's random stages.")]
 
 
@@ -128,6 +131,7 @@ def generate(
     ] = None,
     dtype: Dtype = None,
     device: Device = None,
+    backend: BackendName = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Answer a prompt with a compressed KV cache."""
@@ -148,6 +152,7 @@ def generate(
     text = console.read_prompt(prompt, file)
 
     loaded, tokenizer = _load(model, dtype, device)
+    chosen = _parse_backend(backend, loaded.device)
     from kvcompress.environment import versions
     from kvcompress.generation import TimedStreamer
     from kvcompress.generation import generate as run
@@ -158,7 +163,7 @@ def generate(
     prompt_tokens = encoded["input_ids"].shape[1]
     _warn_length(loaded, prompt_tokens + max_new_tokens)
     streamer = TimedStreamer(tokenizer, visible=not as_json)
-    with apply(loaded, config, context_length=prompt_tokens + max_new_tokens) as handle:
+    with apply(loaded, config, context_length=prompt_tokens + max_new_tokens, backend=chosen) as handle:
         tokens = run(
             loaded,
             encoded,
@@ -220,6 +225,7 @@ def compare(
     seed: Seed = None,
     dtype: Dtype = None,
     device: Device = None,
+    backend: BackendName = "auto",
     output_dir: Annotated[
         Path | None, typer.Option("--output-dir", "-o", help="Write compare.json and compare.png here.")
     ] = None,
@@ -248,6 +254,7 @@ def compare(
         _make_folder(output_dir)
 
     loaded, tokenizer = _load(model, dtype, device)
+    chosen = _parse_backend(backend, loaded.device)
     from kvcompress.models import encode_prompt
     from kvcompress.report import comparison_document, write_figure, write_json
 
@@ -261,6 +268,7 @@ def compare(
             max_new_tokens=max_new_tokens,
             ignore_eos=ignore_eos,
             equal_bytes=_parse_equal_bytes(equal_bytes),
+            backend=chosen,
             progress=progress,
         )
     seeds = {config.seed for config in configs}
@@ -272,6 +280,7 @@ def compare(
         "max_new_tokens": max_new_tokens,
         "ignore_eos": ignore_eos,
         "equal_bytes": equal_bytes,
+        "backend": chosen,
         "batch_size": 1,
     }
     document = comparison_document(comparison, loaded, settings_used)
@@ -363,6 +372,13 @@ def _parse_budget(budget: str | None) -> int | float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise KVCompressError(f"--budget: {budget!r} is not a number of tokens, nor a ratio between 0 and 1")
     return value
+
+
+def _parse_backend(name: str, device: Any) -> Any:
+    from kvcompress.kernels.backend import check_backend
+
+    check_backend(name, device)
+    return name
 
 
 def _parse_equal_bytes(text: str | None) -> int | float | str | None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from kvcompress.config import CompressionConfig, load_config
 from kvcompress.equal_bytes import Equalized, equalize
 from kvcompress.errors import ConfigError, KVCompressError
+from kvcompress.kernels.backend import Backend
 from kvcompress.shapes import layer_shapes
 
 DEFAULT_RECIPES = ("full", "streaming-llm", "snapkv", "r-kv", "cur-dkv", "vase-attnv", "vase-dkv")
@@ -186,6 +187,7 @@ def compare(
     max_new_tokens: int,
     ignore_eos: bool = False,
     equal_bytes: int | float | str | None = None,
+    backend: Backend = "auto",
     progress: Progress = lambda name, done, total: None,
 ) -> Comparison:
     """Run the full cache greedily once, then every recipe teacher-forced on its continuation.
@@ -198,6 +200,7 @@ def compare(
         ignore_eos: go on past the end of the answer.
         equal_bytes: choose the settings of every recipe so that all take these bytes per sequence at the end of
             prompt and ``max_new_tokens``: a number, a ratio of the full cache, or the name of one of the recipes.
+        backend: what operations run by; see :func:`kvcompress.apply`.
         progress: called with a recipe's name, steps done and steps in all.
 
     Raises:
@@ -227,7 +230,8 @@ def compare(
         # At equal bytes, room for the whole context at once: nobody is charged for slots that a later token might need.
         room = None if equalized is None else length
         results = [
-            _replay(model, input_ids, config, room, reference.tokens, log_probs, progress) for config in resolved
+            _replay(model, input_ids, config, room, backend, reference.tokens, log_probs, progress)
+            for config in resolved
         ]
     return Comparison(reference, results, equalized)
 
@@ -287,6 +291,7 @@ def _replay(
     input_ids: Tensor,
     config: CompressionConfig,
     context_length: int | None,
+    backend: Backend,
     tokens: Tensor,
     reference: Tensor,
     progress: Progress,
@@ -298,7 +303,7 @@ def _replay(
     kl: list[Tensor] = []
     agrees: list[Tensor] = []
     kv_bytes: list[int] = []
-    with apply(model, config, context_length=context_length) as handle:
+    with apply(model, config, context_length=context_length, backend=backend) as handle:
         cache = handle.new_cache()
         runner = _Runner(model, cache)
         runner.prefill(input_ids)

@@ -176,7 +176,8 @@ class _Event:
     def _check_finite(self, fresh: dict[str, Tensor]) -> None:
         """Of the tokens that leave the buffer; the others have been through this."""
         layers = [layer for layer in self.store.layers[self.part] for _ in self.rows]
-        check_finite(*(self._apart(t)[1] for t in (fresh["keys"], self._values(fresh), fresh["positions"])), layers)
+        keys, values, positions = (self._apart(t)[1] for t in (fresh["keys"], self._values(fresh), fresh["positions"]))
+        check_finite(keys, values, positions, layers)
 
     # -- judging -------------------------------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ class TokenStatistics:
         return min(self.shape[2], self.budget - self.buffer)
 
     def per_token(self, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """``function(keys, values)``, of shape (rows, kv_heads, N), if it makes no difference in which order tokens lie.
+        """``function(keys, values)``, (rows, kv_heads, N), if it makes no difference in which order tokens lie.
 
         It spares bringing keys and values into order first, which costs as much as reading them several times.
         """
@@ -148,6 +148,9 @@ def _moves_first(device: torch.device) -> bool:
 class _Permuted(TokenStatistics):
     """Candidates in another order than they lie in."""
 
+    source: TokenStatistics
+    order: Tensor
+
     def __init__(self, source: TokenStatistics, order: Tensor) -> None:
         moved = {name: getattr(source, name) for name in _UNMOVED}
         moved["positions"] = source.positions.gather(2, order)
@@ -156,11 +159,11 @@ class _Permuted(TokenStatistics):
         vars(self).update(moved, source=source, order=order)
 
     @cached_property
-    def keys(self) -> Tensor:  # type: ignore[override]
+    def keys(self) -> Tensor:
         return self._moved(self.source.keys)
 
     @cached_property
-    def values(self) -> Tensor:  # type: ignore[override]
+    def values(self) -> Tensor:
         return self._moved(self.source.values)
 
     def _moved(self, vectors: Tensor) -> Tensor:

@@ -12,8 +12,6 @@ blocks of the largest power of two that divides it (80 = 5 x 16, 96 = 3 x 32, 19
 
 from __future__ import annotations
 
-from kvcompress.kernels.hadamard import hadamard as hadamard
-
 
 def rotation_block(dim: int) -> int:
     """Largest power of two that divides ``dim``."""

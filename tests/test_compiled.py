@@ -1,4 +1,4 @@
-"""Every kernel, in every configuration that dispatch can choose, compiled for GPUs that are not there (make kernels)."""
+"""Every kernel, in every configuration that dispatch can choose, compiled for GPUs that are not there."""
 
 import json
 from pathlib import Path

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from kvcompress.kernels import slot_attention as slot_attention_module
 from kvcompress.kernels import window_scores
-from kvcompress.kernels.slot_attention import attention_mass, attention_reference, slot_attention
 from kvcompress.kernels.leverage_scores import leverage_scores
 from kvcompress.kernels.redundancy import mean_similarity
 from kvcompress.kernels.replace_slots import Replacement, plan_replacement, replace_slots, take
+from kvcompress.kernels.slot_attention import attention_mass, attention_reference, slot_attention
 from kvcompress.kernels.value_statistics import value_statistic
 
 ROWS, KV_HEADS = 2, 2

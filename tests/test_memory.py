@@ -98,9 +98,9 @@ def test_steady_event_writes_at_most_buffer_rows_per_head(monkeypatch):
     widths: list[int] = []
     original = event_module.replace_slots
 
-    def counting(pool, replacement, rows):
+    def counting(pool, replacement, rows, taken=True):
         widths.append(replacement.slots.shape[-1])
-        original(pool, replacement, rows)
+        original(pool, replacement, rows, taken)
 
     monkeypatch.setattr(event_module, "replace_slots", counting)
     with kvcompress.apply(model, "vase-attnv", budget=BUDGET, buffer=BUFFER) as handle:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvcompress.kernels import segment_attention as module
-from kvcompress.kernels.slot_attention import attention_reference
 from kvcompress.kernels.segment_attention import Segment, segment_attention, segment_mass
+from kvcompress.kernels.slot_attention import attention_reference
 from kvcompress.quant.codec import Codec
 from kvcompress.quant.coded import Coded
 from kvcompress.quant.formats import parse_codec

@@ -58,7 +58,7 @@ def check_backend(name: str, device: torch.device) -> None:
         if launch.triton is None:
             lacking = "the package triton: pip install 'kvcompress[triton]'"
         elif device.type != "cuda" and not launch.is_interpreted():
-            lacking = f"a CUDA or ROCm device, and the model lies on {device} (TRITON_INTERPRET=1 runs it there, slowly)"
+            lacking = f"a CUDA or ROCm device, and the model lies on {device} (with TRITON_INTERPRET=1 it runs, slowly)"
     elif name == "flash_attn":
         if not _has_flash_attn():
             lacking = "the package flash-attn: pip install 'kvcompress[flash-attn]'"

@@ -30,13 +30,14 @@ from torch import Tensor
 
 from kvcompress.kernels.backend import note, use_triton
 from kvcompress.kernels.flash_attention import covered_by_flash_attn, flash_attention
+from kvcompress.kernels.hadamard import hadamard
 from kvcompress.kernels.launch import Tiling, cast, dot, jit, launch, tiling, tl, triton
 from kvcompress.kernels.precision import widened
 from kvcompress.kernels.segment_attention import Segment, segment_attention_with_lse
 from kvcompress.kernels.slot_attention import slot_attention
 from kvcompress.quant.coded import Coded
 from kvcompress.quant.float8 import Float8
-from kvcompress.quant.rotation import hadamard, rotation_block
+from kvcompress.quant.rotation import rotation_block
 from kvcompress.quant.uniform import Uniform
 
 LARGEST_DIM = 256
@@ -101,19 +102,27 @@ def decode_attention(
     decoded block by block (:mod:`kvcompress.kernels.segment_attention`).
     """
     segments = [segment for segment in segments if segment.tokens]
-    keys, values, mask, lengths = segments[0] if len(segments) == 1 else (None, None, None, None)
-    alone = isinstance(keys, Tensor) and isinstance(values, Tensor) and keys.dtype == queries.dtype
-    alone = alone and lengths is None and not return_lse
-    if alone and covered_by_flash_attn(queries, keys, mask, sinks):
+    alone = None if return_lse else _only_vectors(segments, queries.dtype)
+    if alone and covered_by_flash_attn(queries, *alone, sinks):
         note("decode_attention", "flash_attn")
-        return flash_attention(queries, keys, values, scaling, softcap), None
+        return flash_attention(queries, alone[0], alone[1], scaling, softcap), None
     covered = bool(segments) and all(_is_covered(segment, queries.dtype) for segment in segments)
     if use_triton("decode_attention", queries.device, covered):
         return _launch(queries, segments, scaling, softcap, sinks)
     if alone:
-        return slot_attention(queries, keys, values, mask, scaling, softcap, sinks), None
+        return slot_attention(queries, *alone, scaling, softcap, sinks), None
     out, lse = segment_attention_with_lse(queries, segments, scaling, softcap, sinks)
     return out, lse.squeeze(-1)
+
+
+def _only_vectors(segments: Sequence[Segment], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Keys, values and mask, if there is but one pool and it holds vectors of type ``dtype``."""
+    if len(segments) != 1:
+        return None
+    keys, values, mask, lengths = segments[0]
+    if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.dtype != dtype or lengths is not None:
+        return None
+    return keys, values, mask
 
 
 def _is_covered(segment: Segment, dtype: torch.dtype) -> bool:
@@ -186,9 +195,7 @@ def _launch(
         (_format(segment.keys), _format(segment.values), _widens(segment, queries.dtype)) for segment in segments
     ]
     value_dim = _dim(segments[0].values)
-    shape = tiling(
-        "decode_attention", default_tiling(max(key_dim, value_dim), any(widen for _, _, widen in formats))
-    )
+    shape = tiling("decode_attention", default_tiling(max(key_dim, value_dim), any(widen for _, _, widen in formats)))
     pools = [_pool(segment, shape.block) for segment in segments]
     splits = sum(pool.splits for pool in pools)
     plain = sum(pool.splits for pool, form in zip(pools, formats, strict=True) if not form[1].rotated)
@@ -198,6 +205,7 @@ def _launch(
         # Divided by the root, so that the rotation keeps lengths and fits into 16 bits; the kernel multiplies it back.
         block = rotation_block(key_dim)
         rotated = (hadamard(queries.float(), block) / math.sqrt(block)).to(queries.dtype)
+    flat = tuple(number for keys, values, widen in formats for number in (*keys, *values, widen))
     outs = torch.empty(rows, heads, splits, value_dim, dtype=torch.float32, device=queries.device)
     lses = torch.empty(rows, heads, splits, dtype=torch.float32, device=queries.device)
     block_m = min(32, max(16, triton.next_power_of_2(group)))
@@ -207,7 +215,7 @@ def _launch(
         (rows * kv_heads, splits, triton.cdiv(group, block_m)),
         shape,
         queries, rotated, outs, lses, tuple(pools), kv_heads, splits, scaling, softcap or 0.0,
-        FORMATS=tuple(number for keys, values, widen in formats for number in (*keys, *values, widen)), GROUP=group, KEY_DIM=key_dim, VALUE_DIM=value_dim, ROOT=math.sqrt(rotation_block(key_dim)),
+        FORMATS=flat, GROUP=group, KEY_DIM=key_dim, VALUE_DIM=value_dim, ROOT=math.sqrt(rotation_block(key_dim)),
         SOFTCAP=softcap is not None, BLOCK_M=block_m, BLOCK_N=shape.block,
     )  # fmt: skip
     whole = queries.dtype if plain == splits else torch.float32

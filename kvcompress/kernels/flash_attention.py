@@ -9,12 +9,15 @@ from kvcompress.kernels.backend import use_flash_attn
 _LARGEST_DIM = 256
 
 
-def covered_by_flash_attn(queries: Tensor, keys: Tensor, mask: Tensor | None, sinks: Tensor | None) -> bool:
+def covered_by_flash_attn(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: Tensor | None
+) -> bool:
     """Whether flash-attn computes this attention, and is to be used.
 
     It knows neither masks nor learned sinks, and wants heads of equal size in keys and values.
     """
-    fits = mask is None and sinks is None and queries.shape[-1] <= _LARGEST_DIM and queries.shape[-1] % 8 == 0
+    dim = queries.shape[-1]
+    fits = mask is None and sinks is None and values.shape[-1] == dim and dim <= _LARGEST_DIM and dim % 8 == 0
     return fits and keys.dtype == queries.dtype and use_flash_attn(queries.device, queries.dtype)
 
 

@@ -39,7 +39,7 @@ class Compiled(NamedTuple):
 
 
 _compiling: ContextVar[list[Compiled] | None] = ContextVar("compiling", default=None)
-_tilings: ContextVar[dict[str, Tiling]] = ContextVar("tilings", default={})
+_tilings: ContextVar[dict[str, Tiling] | None] = ContextVar("tilings", default=None)
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -57,7 +57,7 @@ if triton is not None:
 
 
 @jit
-def cast(x, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+def cast(x, TYPE: tl.constexpr):
     """``x.to(TYPE)``, rounded to the nearest, ties to even."""
     if _INTERPRETED and tl.bfloat16 == TYPE:
         # The interpreter cuts the lower bits off instead.
@@ -68,7 +68,7 @@ def cast(x, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @jit
-def dot(a, b):  # type: ignore[no-untyped-def]
+def dot(a, b):
     """Product of matrices, or of batches of them, with sums in float32 and nothing rounded before."""
     if _INTERPRETED:
         # It would multiply the bits of bfloat16 numbers. In float32 their products are the same.
@@ -82,13 +82,13 @@ def tiling(operation: str, default: Tiling) -> Tiling:
     There is a fixed one per kind of input rather than an autotuner, because the order of a sum depends on it: the same
     seed has to give the same tokens on the next run.
     """
-    return _tilings.get().get(operation, default)
+    return (_tilings.get() or {}).get(operation, default)
 
 
 @contextmanager
 def tilings(**chosen: Tiling) -> Iterator[None]:
     """Use other tilings within the block, by operation; for tuning and for tests."""
-    token = _tilings.set({**_tilings.get(), **chosen})
+    token = _tilings.set({**(_tilings.get() or {}), **chosen})
     try:
         yield
     finally:

@@ -61,8 +61,8 @@ def replace_slots_reference(pool: Tensor, replacement: Replacement, rows: Tensor
 
     Args:
         pool: (rows, kv_heads, slots, *shape).
-        rows: (rows, kv_heads, W, *shape), the dtype of pool, whose storage it must not share; if not ``taken``, all
-            arrivals (rows, kv_heads, arrivals, *shape), of which the replacement names W.
+        rows: (rows, kv_heads, W, *shape), the dtype of pool; if not ``taken``, all arrivals (rows, kv_heads, arrivals,
+            *shape), of which the replacement names W. None of them may lie in a slot that is written.
     """
     slots, arrivals, live = replacement
     if not taken:

@@ -83,7 +83,7 @@ class Setting:
         queries = vectors(device, "normal", self.rows, heads, 1, self.key_dim, dtype=self.dtype, seed=1)
         segments = []
         for index, pool in enumerate(self.pools):
-            parts = []
+            parts: list[Any] = []
             for place, (dim, codec) in enumerate(((self.key_dim, pool.keys), (value_dim, pool.values))):
                 shape = (self.rows, self.kv_heads, pool.tokens, dim)
                 dtype = pool.dtype or self.dtype
@@ -91,7 +91,8 @@ class Setting:
                 if self.extreme and place == 0:
                     states[:, :, pool.tokens // 2] *= 300
                 parts.append(self._stored(states, codec))
-            segments.append(Segment(*parts, *_where(pool, self.rows, self.kv_heads, device)))
+            mask, lengths = _where(pool, self.rows, self.kv_heads, device)
+            segments.append(Segment(parts[0], parts[1], mask, lengths))
         sinks = vectors(device, "normal", heads, dtype=self.dtype) if self.sinks else None
         scaling = self.key_dim**-0.5
         return {
@@ -122,14 +123,15 @@ def _where(pool: Pool, rows: int, kv_heads: int, device: torch.device) -> tuple[
 
 def cases() -> Iterator[Case]:
     for setting in (*_plain(), *_coded(), *_mixed(), *_large()):
-        yield Case("decode_attention", setting.name, _call, setting.make, _in_their_type, heavy=setting.heavy)
+        call = _attend if setting.heavy else _attend_in_small_blocks
+        yield Case("decode_attention", setting.name, call, setting.make, _in_their_type, heavy=setting.heavy)
 
 
 def configurations() -> Iterator[Case]:
     """What dispatch can choose, with the tilings that it chooses: one property varied at a time. To be compiled."""
     for setting in _varied():
         name = f"configuration: {setting.name}"
-        yield Case("decode_attention", name, module.decode_attention, setting.make, heavy=True)
+        yield Case("decode_attention", name, _attend, setting.make, heavy=True)
 
 
 def _varied() -> Iterator[Setting]:
@@ -152,13 +154,17 @@ def _varied() -> Iterator[Setting]:
     yield Setting((Pool(1024, dtype=HALF),), **{**base, "dtype": FLOAT})
 
 
-def _call(**arguments: Any) -> tuple[Tensor, Tensor]:
-    # Blocks of 16 tokens and splits of two, so that short pools have several of each.
-    if max(segment.tokens for segment in arguments["segments"]) > 4096:
-        return module.decode_attention(**arguments)
+def _attend(**arguments: Any) -> tuple[Tensor, Tensor]:
+    out, lse = module.decode_attention(**arguments, return_lse=True)
+    assert lse is not None
+    return out, lse
+
+
+def _attend_in_small_blocks(**arguments: Any) -> tuple[Tensor, Tensor]:
+    """Blocks of 16 tokens, so that short pools have several of them, and several splits."""
     small = module.default_tiling(arguments["queries"].shape[-1])._replace(block=16)
     with tilings(decode_attention=small):
-        return module.decode_attention(**arguments)
+        return _attend(**arguments)
 
 
 def _in_their_type(
@@ -272,7 +278,7 @@ def _mixed() -> Iterator[Setting]:
 
 
 def _large() -> Iterator[Setting]:
-    big = {"rows": 16, "kv_heads": 8, "group": 4, "key_dim": 128, "dtype": BF16, "heavy": True}
+    big: dict[str, Any] = {"rows": 16, "kv_heads": 8, "group": 4, "key_dim": 128, "dtype": BF16, "heavy": True}
     yield Setting((Pool(4096),), **big)
     yield Setting((Pool(32768, INT4, INT4),), **{**big, "rows": 1})
     yield Setting((Pool(256, where="mask"), Pool(8192, INT8, INT8, "lengths"), Pool(8192, INT4, INT2)), **big)
