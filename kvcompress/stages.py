@@ -228,11 +228,11 @@ def registered_stages() -> dict[str, type[Stage]]:
     Raises:
         ConfigError: if a package's entry point is broken or claims a name that is taken.
     """
-    from kvcompress.policies import STAGES as policies
-    from kvcompress.quant import STAGES as stores
+    from kvcompress.policies import STAGES
+    from kvcompress.quant import STAGES as STORE_STAGES
 
     found: dict[str, type[Stage]] = {}
-    for stage in (*policies, *stores):
+    for stage in (*STAGES, *STORE_STAGES):
         _register(found, stage, "kvcompress")
     for point in entry_points(group=ENTRY_POINT_GROUP):
         if point.value in _BUILTIN:

@@ -32,6 +32,20 @@ def check_group(dim: int, group: int | None, name: str) -> None:
         )
 
 
+def check_groups(dim: int, groups: int | None, name: str) -> None:
+    """Refuse a number of groups that the vector cannot be divided into.
+
+    Raises:
+        ConfigError: naming the setting, the head size and the legal numbers.
+    """
+    legal = [dim // size for size in legal_groups(dim)]
+    if groups is not None and groups not in legal:
+        raise ConfigError(
+            f"{name}.groups: head size {dim} cannot be divided into {groups} equal groups of 8 channels or more; legal: "
+            f"{', '.join(map(str, legal)) or 'none'}"
+        )
+
+
 def check_packing(dim: int, bits: int, name: str) -> None:
     """Refuse a number of bits that leaves a byte partly empty.
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from kvcompress.kernels.affine import affine_error, affine_grid, affine_values
 from kvcompress.kernels.packing import packed_bytes, unpack
 from kvcompress.kernels.quantize_tokens import quantize_tokens
 from kvcompress.quant.codec import Codec, Part
-from kvcompress.quant.groups import check_group, check_packing, group_size
+from kvcompress.quant.groups import check_group, check_groups, check_packing, group_size
 
 Bits = Literal[8, 4, 3, 2]
 
@@ -29,7 +29,20 @@ class Uniform(Codec):
     group: int | None = Field(
         None, ge=8, description="channels that share scale and offset; the whole head if left out"
     )
+    groups: int | None = Field(
+        None, ge=1, description="instead of group, into how many groups a head is divided, whatever its size"
+    )
     rotate: bool = Field(False, description="Hadamard rotation before quantizing, which spreads outlier channels")
+
+    @model_validator(mode="after")
+    def _one_spelling(self) -> Self:
+        if self.group is not None and self.groups is not None:
+            raise ValueError(f"give group or groups, not both (got {self.group} and {self.groups})")
+        return self
+
+    def group_size(self, dim: int) -> int:
+        """Channels that share scale and offset."""
+        return dim // self.groups if self.groups else group_size(dim, self.group)
 
     @property
     def label(self) -> str:
@@ -38,9 +51,10 @@ class Uniform(Codec):
     def check(self, dim: int, name: str) -> None:
         check_packing(dim, self.bits, name)
         check_group(dim, self.group, name)
+        check_groups(dim, self.groups, name)
 
     def parts(self, dim: int, dtype: torch.dtype) -> dict[str, Part]:
-        groups = dim // group_size(dim, self.group)
+        groups = dim // self.group_size(dim)
         return {
             "codes": Part((packed_bytes(dim, self.bits),), torch.uint8),
             "scale": Part((groups,), dtype),
@@ -48,15 +62,15 @@ class Uniform(Codec):
         }
 
     def _encode(self, vectors: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        codes, scale, offset = quantize_tokens(vectors, self.bits, group_size(vectors.shape[-1], self.group), dtype)
+        codes, scale, offset = quantize_tokens(vectors, self.bits, self.group_size(vectors.shape[-1]), dtype)
         return {"codes": codes, "scale": scale, "offset": offset}
 
     def decode(self, parts: Mapping[str, Tensor], dim: int) -> Tensor:
-        codes = unpack(parts["codes"], self.bits).unflatten(-1, (-1, group_size(dim, self.group)))
+        codes = unpack(parts["codes"], self.bits).unflatten(-1, (-1, self.group_size(dim)))
         return affine_values(codes, parts["scale"], parts["offset"]).flatten(-2)
 
     def _expected_error(self, vectors: Tensor, dtype: torch.dtype) -> Tensor:
-        size = group_size(vectors.shape[-1], self.group)
+        size = self.group_size(vectors.shape[-1])
         low, high = torch.aminmax(vectors.unflatten(-1, (-1, size)), dim=-1)
         scale, _ = affine_grid(low, high, self.bits, dtype)
         return affine_error(scale, size).mean(dim=-1)

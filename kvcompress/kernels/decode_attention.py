@@ -259,7 +259,8 @@ def _format(states: Tensor | Coded) -> _Format:
         codec = states.codec
         assert isinstance(codec, Uniform | Float8)
         kind = codec.bits if isinstance(codec, Uniform) else {"e4m3": E4M3, "e5m2": E5M2}[codec.format]
-        group, rotated = codec.group or dim, codec.rotate
+        group = codec.group_size(dim) if isinstance(codec, Uniform) else codec.group or dim
+        rotated = codec.rotate
     # A product of matrices is at least 16 wide.
     block = max(16, triton.next_power_of_2(group))
     return _Format(kind, group, triton.next_power_of_2(dim // group), block, rotated)
