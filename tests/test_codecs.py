@@ -338,3 +338,15 @@ def test_packing_by_hand(data):
     packed = pack(torch.tensor([codes, codes[::-1]], dtype=torch.uint8), bits)
     assert unpack_by_hand(packed[0].tolist(), bits, dim) == codes
     assert unpack(packed, bits).tolist() == [codes, codes[::-1]]
+
+
+def test_groups_by_number_or_by_size():
+    """Two groups of a head of 80 are groups of 40, and only one of the spellings can be given."""
+    vectors = torch.randn(3, 5, 80, generator=torch.Generator().manual_seed(0))
+    by_number, by_size = Uniform(bits=4, groups=2, rotate=True), Uniform(bits=4, group=40, rotate=True)
+    parts, expected = (codec.encode(vectors, torch.float16) for codec in (by_number, by_size))
+    assert all(torch.equal(parts[name], expected[name]) for name in expected)
+    assert torch.equal(by_number.reconstruct(parts, 80), by_size.reconstruct(parts, 80))
+    assert by_number.bytes_per_token(80, torch.float16) == by_size.bytes_per_token(80, torch.float16) == 48
+    with pytest.raises(ValueError, match=r"give group or groups, not both \(got 32 and 2\)"):
+        Uniform(bits=4, group=32, groups=2)

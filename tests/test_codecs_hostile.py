@@ -269,6 +269,8 @@ def test_reconstruction_survives_another_round(codec, dtype):
     [
         (Uniform(bits=4, group=48), 64, "keys.group: 48 does not divide head size 64; legal groups: 64, 32, 16, 8 "),
         (Uniform(bits=4, group=128), 80, "keys.group: 128 does not divide head size 80; legal groups: 80, 40, 20, 16,"),
+        (Uniform(bits=8, groups=3), 64, r"keys.groups: head size 64 cannot be divided into 3 .* legal: 1, 2, 4, 8$"),
+        (Uniform(bits=8, groups=4), 20, r"keys.groups: head size 20 cannot be divided into 4 .* legal: 1, 2$"),
         (Float8(group=16), 20, "keys.group: 16 does not divide head size 20; legal groups: 20, 10 "),
         (Uniform(bits=3), 20, "keys.bits: 3-bit codes .* multiple of 8, and it is 20; legal bits: 2, 4, 8$"),
         (Uniform(bits=2), 6, "keys.bits: 2-bit codes .* multiple of 4, and it is 6; legal bits: 4, 8$"),
@@ -286,7 +288,7 @@ def test_refusals(codec, dim, message):
 
 
 def test_refused_settings(monkeypatch):
-    for wrong in ({"bits": 5}, {"bits": 4, "group": 4}, {"bits": 4, "groups": 8}):
+    for wrong in ({"bits": 5}, {"bits": 4, "group": 4}, {"bits": 4, "groups": 0}, {"bits": 4, "size": 8}):
         with pytest.raises(ValueError, match=next(reversed(wrong))):
             Uniform(**wrong)
     with pytest.raises(ValueError, match="rotation mixes the channels"):

@@ -1,5 +1,6 @@
 """Tensor operations of the scoring core and the attention wrapper, one file each.
 
-Every file starts with a torch reference that reads like the equation it implements. The reference is the
-specification and the CPU path; accelerator kernels live beside it under the same signature.
+Every file starts with a torch reference that reads like the equation it implements: the specification, and the CPU path.
+Its Triton kernel follows, and a function of the same signature that chooses between them (:mod:`.backend`). What every
+kernel has to pass lies in :mod:`.checks`.
 """

@@ -147,17 +147,25 @@ def main(output_dir: Path) -> None:
 
 
 def to_markdown(resources: Sequence[Resources]) -> str:
-    """Per kernel and target the largest of each figure over all configurations."""
+    """Per kernel and target the most that a configuration without spills takes, and a list of those that spill."""
     lines = ["| operation | kernel | " + " | ".join(TARGETS) + " |", "|---|---|" + "---|" * len(TARGETS)]
-    kernels = list(dict.fromkeys((item.operation, item.kernel) for item in resources))
-    for operation, kernel in kernels:
-        cells = []
-        for target in TARGETS:
-            same = [i for i in resources if (i.operation, i.kernel, i.target) == (operation, kernel, target)]
-            figures = [max((getattr(i, name) for i in same), default=0) for name in ("shared", "registers", "spills")]
-            cells.append(f"{figures[0] / 1024:.1f} KiB, {figures[1]}, {figures[2]}")
-        lines.append(f"| {operation} | `{kernel.lstrip('_')}` | " + " | ".join(cells) + " |")
+    for operation, kernel in dict.fromkeys((item.operation, item.kernel) for item in resources):
+        same = [i for i in resources if (i.operation, i.kernel) == (operation, kernel) and not i.spills]
+        most = [_most([item for item in same if item.target == target]) for target in TARGETS]
+        lines.append(f"| {operation} | `{kernel.lstrip('_')}` | {' | '.join(most)} |")
+    lines += ["", "Configurations that spill:", ""]
+    for operation, kernel, case in dict.fromkeys((i.operation, i.kernel, i.case) for i in resources if i.spills):
+        same = [i for i in resources if (i.operation, i.kernel, i.case) == (operation, kernel, case) and i.spills]
+        bytes_of = ", ".join(f"{item.spills} bytes on {item.target}" for item in same)
+        lines.append(f"- {operation}, `{kernel.lstrip('_')}`, {case}: {bytes_of}")
     return "\n".join(lines) + "\n"
+
+
+def _most(resources: Sequence[Resources]) -> str:
+    if not resources:
+        return "spills"
+    shared, registers = (max(getattr(item, name) for item in resources) for name in ("shared", "registers"))
+    return f"{shared / 1024:.1f} KiB, {registers}"
 
 
 if __name__ == "__main__":
