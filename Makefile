@@ -36,9 +36,14 @@ test-all: $(VENV)/.installed-dev $(VENV)/.installed-demo
 kernels: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=0 $(BIN)/python -m pytest -m slow -n 2 tests/test_compiled.py
 
-# With the Python at hand, since a GPU machine has its own torch; installs nothing.
+# With the Python at hand, since a GPU machine has its own torch; installs nothing. From a copy that is laid out as the
+# package is, hence -P: the folder kvcompress that lies here would come first.
 gpu:
-	PYTHONPATH=. $(PYTHON) -m kvcompress.bench.gpu --output-dir gpu-report
+	rm -rf build/gpu
+	mkdir -p build/gpu/kvcompress
+	cp -r kvcompress/. policies quant configs build/gpu/kvcompress
+	@$(PYTHON) build/gpu/kvcompress/bench/gpu/needed.py
+	PYTHONPATH=build/gpu $(PYTHON) -P -m kvcompress.bench.gpu --output-dir gpu-report
 
 # policies/, quant/ and configs/ belong into the package, where mypy finds them only in a copy that is laid out so.
 lint: $(VENV)/.installed-dev

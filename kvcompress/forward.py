@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from kvcompress.event import run_event
+from kvcompress.kernels.backend import note
 from kvcompress.kernels.decode_attention import decode_attention
+from kvcompress.kernels.flash_attention import covered_by_flash_attn, flash_attention
 from kvcompress.kernels.segment_attention import Segment, segment_attention, segment_mass
 from kvcompress.kernels.slot_attention import attention_mass, slot_attention
 from kvcompress.step import RowGroup, StepPlan, chunk_mask
@@ -147,7 +149,7 @@ def chunk(store: SlotStore, local: int, plan: StepPlan, call: LayerCall, sequenc
         segments = _segments(store, local, plan)
         out = call.project(_attend_chunk(segments, call, allowed, options))
     else:
-        out = call.dense()
+        out = _prefill(call)
     with torch.no_grad(), torch.inference_mode(False):
         mass = None
         if store.mass is not None:
@@ -161,6 +163,16 @@ def chunk(store: SlotStore, local: int, plan: StepPlan, call: LayerCall, sequenc
             if group.new:
                 _store_group(store, local, plan, group, call, mass, sequences)
     return out
+
+
+def _prefill(call: LayerCall) -> Tensor:
+    """Attention of the first tokens to each other: by the model's own function, unless flash-attn is to be used."""
+    # Without a mask, transformers means plain causal attention. Latents are expanded by the model's own function.
+    if not call.latent and covered_by_flash_attn(call.queries, call.keys, call.values, call.mask, call.sinks):
+        note("prefill", "flash_attn")
+        return flash_attention(call.queries, call.keys, call.values, call.scaling, call.softcap, causal=True)
+    note("prefill", "model")
+    return call.dense()
 
 
 def _segments(store: SlotStore, local: int, plan: StepPlan) -> list[Segment]:

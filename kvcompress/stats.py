@@ -21,7 +21,8 @@ class CacheStats:
         precisions: how many of those are in which precision, by the name of the type or codec.
         backend: what computed attention over the slots in decode steps: triton, flash_attn or torch; none before the
             first one.
-        kernels: by which of them each operation ran last, by its name in :mod:`kvcompress.kernels`.
+        kernels: by which of them each operation ran last, by its name in :mod:`kvcompress.kernels`; ``prefill`` by the
+            model's own attention function (``model``) or by flash-attn.
     """
 
     bytes_held: int

@@ -9,8 +9,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from kvcompress.kernels.affine import affine_error, affine_grid, affine_values
-from kvcompress.kernels.packing import packed_bytes, unpack
+from kvcompress.kernels.affine import affine_error, affine_grid
+from kvcompress.kernels.dequantize_tokens import dequantize_tokens
+from kvcompress.kernels.packing import packed_bytes
 from kvcompress.kernels.quantize_tokens import quantize_tokens
 from kvcompress.quant.codec import Codec, Part
 from kvcompress.quant.groups import check_group, check_groups, check_packing, group_size
@@ -66,8 +67,8 @@ class Uniform(Codec):
         return {"codes": codes, "scale": scale, "offset": offset}
 
     def decode(self, parts: Mapping[str, Tensor], dim: int) -> Tensor:
-        codes = unpack(parts["codes"], self.bits).unflatten(-1, (-1, self.group_size(dim)))
-        return affine_values(codes, parts["scale"], parts["offset"]).flatten(-2)
+        size = self.group_size(dim)
+        return dequantize_tokens(parts["codes"], parts["scale"], parts["offset"], self.bits, size)
 
     def _expected_error(self, vectors: Tensor, dtype: torch.dtype) -> Tensor:
         size = self.group_size(vectors.shape[-1])

@@ -37,7 +37,8 @@ def test_eight_bits_stay_close(kind):
     ids = distinct(60, seed=1)
     with torch.no_grad():
         own = model(input_ids=ids, use_cache=False).logits[:, 40:]
-    with kvcompress.apply(model, "int8", buffer=4) as handle:
+    config = {"buffer": 4, "stages": [{"stage": "quantize", "keys": "int8", "values": "int8", "share": 0.0}]}
+    with kvcompress.apply(model, config) as handle:
         cache = handle.new_cache()
         feed(model, cache, ids[:, :40])
         coded = torch.cat([feed(model, cache, ids[:, i : i + 1]) for i in range(40, 60)], dim=1)

@@ -163,9 +163,10 @@ def test_json_schema_describes_every_stage():
 
 
 def test_light_import():
-    """Recipes and selection must work without transformers and Triton: on a laptop, in a config checker."""
+    """Recipes and selection must work without Triton, and not load transformers: on a laptop, in a config checker."""
     code = """
 import sys, torch
+sys.modules["triton"] = None  # as where it isn't installed
 before = set(sys.modules)
 import kvcompress
 kvcompress.json_schema()
@@ -175,7 +176,7 @@ for name in kvcompress.recipe_names():
     if config.evicts:
         kvcompress.select_tokens(config.with_fields({"budget": 26, "buffer": 2}), x, x, x)
 new = {name.partition(".")[0] for name in set(sys.modules) - before}
-print(*sorted(new & {"transformers", "triton", "scipy", "typer", "rich", "matplotlib"}))
+print(*sorted(new & {"transformers", "scipy", "typer", "rich", "matplotlib"}))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

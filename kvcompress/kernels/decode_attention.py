@@ -44,7 +44,7 @@ LARGEST_DIM = 256
 # Bytes of keys and values that one program reads. The outputs it leaves are a few per cent of that.
 _SPLIT_BYTES = 1 << 17
 # A pool is cut into so many splits at least, if it has so many blocks: enough programs for a batch of one.
-_LEAST_SPLITS = 8
+LEAST_SPLITS = 8
 
 
 def decode_attention_reference(
@@ -316,7 +316,7 @@ def _bytes_per_token(segment: Segment) -> int:
 
 def split_length(tokens: int, bytes_per_token: int, block: int) -> int:
     """Tokens per split: a function of the pool alone, so that a sequence's sums are the same bits in any batch."""
-    wanted = min(_SPLIT_BYTES // bytes_per_token, tokens // _LEAST_SPLITS)
+    wanted = min(_SPLIT_BYTES // bytes_per_token, tokens // LEAST_SPLITS)
     # No more than 64 splits, lest the outputs of the splits outweigh what they were computed from.
     return block * triton.cdiv(max(wanted, triton.cdiv(tokens, 64), 1), block)
 

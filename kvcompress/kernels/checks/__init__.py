@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvcompress.kernels.checks import (
     decode_attention,
+    dequantize_tokens,
     gumbel_scores,
     hadamard,
     leverage_scores,
@@ -18,6 +19,7 @@ from kvcompress.kernels.checks.cases import Case, Outcome, check
 
 CASES: tuple[Case, ...] = (
     *decode_attention.cases(),
+    *dequantize_tokens.cases(),
     *gumbel_scores.cases(),
     *hadamard.cases(),
     *leverage_scores.cases(),

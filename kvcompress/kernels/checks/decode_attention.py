@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -161,9 +162,9 @@ def _attend(**arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _attend_in_small_blocks(**arguments: Any) -> tuple[Tensor, Tensor]:
-    """Blocks of 16 tokens, so that short pools have several of them, and several splits."""
+    """Blocks of 16 tokens and two splits or three, so that short pools have several splits of several blocks."""
     small = module.default_tiling(arguments["queries"].shape[-1])._replace(block=16)
-    with tilings(decode_attention=small):
+    with tilings(decode_attention=small), patch.object(module, "LEAST_SPLITS", 2):
         return _attend(**arguments)
 
 
@@ -262,7 +263,7 @@ def _coded() -> Iterator[Setting]:
     yield Setting((Pool(33, Uniform(bits=8, rotate=True), INT4),), extreme=True)
     yield Setting((Pool(33, INT8, Uniform(bits=2, rotate=True)),), key_dim=64, value_dim=32, softcap=5.0)
     for where in ("mask", "one", "nothing", "lengths"):
-        yield Setting((Pool(70, INT4, INT2, where),), rows=3, sinks=where == "nothing")
+        yield Setting((Pool(85, INT4, INT2, where),), rows=3, sinks=where == "nothing")
     for tokens in (1, 16, 17):
         yield Setting((Pool(tokens, INT4, INT4),), kv_heads=1, group=20)
 
