@@ -43,7 +43,7 @@ gpu:
 	mkdir -p build/gpu/kvcompress
 	cp -r kvcompress/. policies quant configs build/gpu/kvcompress
 	@$(PYTHON) build/gpu/kvcompress/bench/gpu/needed.py
-	PYTHONPATH=build/gpu $(PYTHON) -P -m kvcompress.bench.gpu --output-dir gpu-report
+	PYTHONPATH=build/gpu$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -P -m kvcompress.bench.gpu --output-dir gpu-report
 
 # policies/, quant/ and configs/ belong into the package, where mypy finds them only in a copy that is laid out so.
 lint: $(VENV)/.installed-dev

@@ -1,4 +1,4 @@
-"""The reasoner's problems, solved a second time from their prompts alone; its tokenizer; and what its weights can do."""
+"""The reasoner's problems, solved a second time from their prompts alone; its tokenizer; what its weights can do."""
 
 from __future__ import annotations
 

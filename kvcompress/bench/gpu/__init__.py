@@ -1,0 +1,1 @@
+"""``make gpu``: check the kernels on a GPU, measure them and generation, and write a report."""
