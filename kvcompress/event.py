@@ -25,8 +25,9 @@ from kvcompress.pipeline import check_finite
 from kvcompress.scoring import TokenStatistics, largest
 from kvcompress.store import EMPTY, SlotStore
 
-# An event works on several layers at once, as many as have fewer candidates than this many elements (256 MiB in fp32).
-_EVENT_ELEMENTS = 1 << 26
+# An event works on several layers at once, as many as have fewer candidates than so many elements: 256 MiB in float32,
+# or 4 GiB on accelerators, which would rather make few launches.
+_ELEMENTS, _ELEMENTS_ON_ACCELERATORS = 1 << 26, 1 << 30
 
 
 def run_event(
@@ -54,17 +55,25 @@ def run_event(
     batches = [keyed] if len(rows) == g.rows else [[row] for row in keyed]
     for batch in batches:
         some, before, keys, index = (list(column) for column in zip(*batch, strict=True))
-        candidates = len(some) * g.kv_heads * (layout.capacity + sum(layout.coded)) * max(g.key_dim, g.value_dim)
-        step = max(1, _EVENT_ELEMENTS // max(1, candidates))
-        if g.device.type != "cpu" and event.rotates and not layout.coded:
-            # Nothing is gathered or decoded, and kernels need no copies: one launch for all layers.
-            step = len(store.layers)
+        step = _layers_at_once(store, event, len(some))
         parts = [slice(layer, layer + 1)] if layer is not None else _slices(len(store.layers), step)
         new = chunk
         if chunk is not None and len(batches) > 1:
             new = {name: tensor[index] for name, tensor in chunk.items()}
         for part in parts:
             _Event(store, part, some, before, keys, event).run(new)
+
+
+def _layers_at_once(store: SlotStore, event: Event, rows: int) -> int:
+    """Layers that one pass handles, so that what it copies and decodes stays within bounds."""
+    g, layout = store.geometry, store.layout
+    accelerated = g.device.type != "cpu"
+    by_score = store.pipeline.store is not None and store.pipeline.store.ranks_by_score
+    if accelerated and event.rotates and not (layout.coded and (event.evicts or by_score)):
+        # Nothing is gathered or decoded, and kernels need no copies.
+        return len(store.layers)
+    candidates = rows * g.kv_heads * (layout.slots + sum(layout.coded)) * max(g.key_dim, g.value_dim)
+    return max(1, (_ELEMENTS_ON_ACCELERATORS if accelerated else _ELEMENTS) // max(1, candidates))
 
 
 def _slices(count: int, step: int) -> list[slice]:

@@ -143,6 +143,8 @@ def extend_history(history: Tensor | None, input_ids: Tensor) -> Tensor:
         history: (rows,) int64, or None for no tokens yet. input_ids: (rows, columns).
     """
     columns = input_ids.shape[1]
+    if columns == 1 and history is not None:
+        return history * _HISTORY_BASE + input_ids[:, 0] + 1
     base = torch.full((columns,), _HISTORY_BASE, dtype=torch.int64, device=input_ids.device)
     powers = torch.cumprod(base, dim=0)
     weights = torch.cat([torch.ones_like(powers[:1]), powers[:-1]]).flip(0)

@@ -41,8 +41,8 @@ def check_groups(dim: int, groups: int | None, name: str) -> None:
     legal = [dim // size for size in legal_groups(dim)]
     if groups is not None and groups not in legal:
         raise ConfigError(
-            f"{name}.groups: head size {dim} cannot be divided into {groups} equal groups of 8 channels or more; legal: "
-            f"{', '.join(map(str, legal)) or 'none'}"
+            f"{name}.groups: head size {dim} cannot be divided into {groups} equal groups of 8 channels or more; "
+            f"legal: {', '.join(map(str, legal)) or 'none'}"
         )
 
 

@@ -190,7 +190,7 @@ def test_storage_in_half_precision(llama, plain, name):
 @pytest.mark.parametrize("base", ["vase-attnv", "h2o"])
 def test_work_in_slices(monkeypatch, llama, plain, base):
     """Events of one layer at a time, attention over five tokens at a time and one query: the same."""
-    monkeypatch.setattr(event, "_EVENT_ELEMENTS", 1)
+    monkeypatch.setattr(event, "_ELEMENTS", 1)
     monkeypatch.setattr(segment_attention, "BLOCK", 5)
     monkeypatch.setattr(segment_attention, "_SLICE_ELEMENTS", 1)
     rows = [conversation(seed, 20, *[1] * 9, 7, 1, 1) for seed in (1, 2)]

@@ -21,6 +21,7 @@ is rotated back, once.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -31,10 +32,11 @@ from torch import Tensor
 from kvcompress.kernels.backend import note, use_triton
 from kvcompress.kernels.flash_attention import covered_by_flash_attn, flash_attention
 from kvcompress.kernels.hadamard import hadamard
-from kvcompress.kernels.launch import Tiling, cast, dot, jit, launch, tiling, tl, triton
+from kvcompress.kernels.launch import Tiling, cast, ceil_div, dot, jit, launch, power_of_2, tiling, tl
 from kvcompress.kernels.precision import widened
 from kvcompress.kernels.segment_attention import Segment, segment_attention_with_lse
 from kvcompress.kernels.slot_attention import slot_attention
+from kvcompress.quant.codec import Codec
 from kvcompress.quant.coded import Coded
 from kvcompress.quant.float8 import Float8
 from kvcompress.quant.rotation import rotation_block
@@ -208,11 +210,11 @@ def _launch(
     flat = tuple(number for keys, values, widen in formats for number in (*keys, *values, widen))
     outs = torch.empty(rows, heads, splits, value_dim, dtype=torch.float32, device=queries.device)
     lses = torch.empty(rows, heads, splits, dtype=torch.float32, device=queries.device)
-    block_m = min(32, max(16, triton.next_power_of_2(group)))
+    block_m = min(32, max(16, power_of_2(group)))
     launch(
         _attend_split,
         # Heads along the axis that may be longest: the others end at 65,535.
-        (rows * kv_heads, splits, triton.cdiv(group, block_m)),
+        (rows * kv_heads, splits, ceil_div(group, block_m)),
         shape,
         queries, rotated, outs, lses, tuple(pools), kv_heads, splits, scaling, softcap or 0.0,
         FORMATS=flat, GROUP=group, KEY_DIM=key_dim, VALUE_DIM=value_dim, ROOT=math.sqrt(rotation_block(key_dim)),
@@ -226,7 +228,7 @@ def _launch(
         (rows * heads,),
         Tiling(16, warps=4 if value_dim >= 128 else 2, stages=1),
         outs, lses, sinks, merged, total, splits, plain, heads, rows * heads,
-        ROTATED=plain < splits, VALUE_DIM=value_dim, BLOCK_DIM=triton.next_power_of_2(value_dim), BLOCK=16,
+        ROTATED=plain < splits, VALUE_DIM=value_dim, BLOCK_DIM=power_of_2(value_dim), BLOCK=16,
     )  # fmt: skip
     if plain == splits:
         return merged[0], total
@@ -253,17 +255,18 @@ def _rotates_values(segment: Segment) -> bool:
 
 
 def _format(states: Tensor | Coded) -> _Format:
-    kind, dim, rotated = PLAIN, _dim(states), False
-    group = dim
-    if not isinstance(states, Tensor):
-        codec = states.codec
-        assert isinstance(codec, Uniform | Float8)
-        kind = codec.bits if isinstance(codec, Uniform) else {"e4m3": E4M3, "e5m2": E5M2}[codec.format]
-        group = codec.group_size(dim) if isinstance(codec, Uniform) else codec.group or dim
-        rotated = codec.rotate
+    return _format_of(None if isinstance(states, Tensor) else states.codec, _dim(states))
+
+
+@functools.cache
+def _format_of(codec: Codec | None, dim: int) -> _Format:
+    kind, group, rotated = PLAIN, dim, False
+    if isinstance(codec, Uniform):
+        kind, group, rotated = codec.bits, codec.group_size(dim), codec.rotate
+    elif isinstance(codec, Float8):
+        kind, group, rotated = {"e4m3": E4M3, "e5m2": E5M2}[codec.format], codec.group or dim, codec.rotate
     # A product of matrices is at least 16 wide.
-    block = max(16, triton.next_power_of_2(group))
-    return _Format(kind, group, triton.next_power_of_2(dim // group), block, rotated)
+    return _Format(kind, group, power_of_2(dim // group), max(16, power_of_2(group)), rotated)
 
 
 def _widens(segment: Segment, dtype: torch.dtype) -> bool:
@@ -280,7 +283,7 @@ def _pool(segment: Segment, block: int) -> _Pool:
     return _Pool(
         segment.tokens,
         per_split,
-        triton.cdiv(segment.tokens, per_split),
+        ceil_div(segment.tokens, per_split),
         mask,
         0 if mask is None or mask.shape[0] == 1 else mask.stride(0),
         None if lengths is None else lengths.to(torch.int32).contiguous(),
@@ -318,7 +321,7 @@ def split_length(tokens: int, bytes_per_token: int, block: int) -> int:
     """Tokens per split: a function of the pool alone, so that a sequence's sums are the same bits in any batch."""
     wanted = min(_SPLIT_BYTES // bytes_per_token, tokens // LEAST_SPLITS)
     # No more than 64 splits, lest the outputs of the splits outweigh what they were computed from.
-    return block * triton.cdiv(max(wanted, triton.cdiv(tokens, 64), 1), block)
+    return block * ceil_div(max(wanted, ceil_div(tokens, 64), 1), block)
 
 
 # -- the kernels -------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvcompress.kernels.affine import affine_values
 from kvcompress.kernels.backend import use_triton
-from kvcompress.kernels.launch import Tiling, jit, launch, tiling, tl, triton
+from kvcompress.kernels.launch import Tiling, ceil_div, jit, launch, power_of_2, tiling, tl
 from kvcompress.kernels.packing import unpack
 
 _LARGEST_DIM = 1024
@@ -38,11 +38,11 @@ def dequantize_tokens(codes: Tensor, scale: Tensor, offset: Tensor, bits: int, g
         scale, offset = scale.contiguous(), offset.contiguous()
     rows, kv_heads, tokens, _ = codes.shape
     out = torch.empty(rows, kv_heads, tokens, dim, dtype=torch.float32, device=codes.device)
-    shape = tiling("dequantize_tokens", Tiling(block=max(1, 4096 // triton.next_power_of_2(dim))))
+    shape = tiling("dequantize_tokens", Tiling(block=max(1, 4096 // power_of_2(dim))))
     launch(
-        _dequantize, (rows * kv_heads, triton.cdiv(tokens, shape.block)), shape,
+        _dequantize, (rows * kv_heads, ceil_div(tokens, shape.block)), shape,
         codes, scale, offset, out, kv_heads, tokens, *codes.stride()[:3], *scale.stride()[:3],
-        BITS=bits, GROUP=group, DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), BLOCK=shape.block,
+        BITS=bits, GROUP=group, DIM=dim, BLOCK_DIM=power_of_2(dim), BLOCK=shape.block,
         LIMIT=torch.finfo(scale.dtype).max,
     )  # fmt: skip
     return out

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcompress.kernels.backend import use_triton
-from kvcompress.kernels.launch import Tiling, jit, launch, tiling, tl, triton
+from kvcompress.kernels.launch import Tiling, ceil_div, jit, launch, tiling, tl
 from kvcompress.kernels.philox import random_words, to_uniform
 
 _MASK = 0xFFFFFFFF
@@ -104,7 +104,7 @@ def _place(
     rows, kv_heads, tokens = positions.shape
     positions = positions if positions.stride(-1) == 1 else positions.contiguous()
     keys = (tensor.to(torch.int64).contiguous() for tensor in (sequence, layer, event))
-    grid = (rows * kv_heads, triton.cdiv(tokens, shape.block))
+    grid = (rows * kv_heads, ceil_div(tokens, shape.block))
     sizes = (kv_heads, tokens, *positions.stride()[:2])
     return grid, (positions, *keys, seed & _MASK, (seed >> 32) & _MASK, *sizes)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvcompress.kernels.backend import use_triton
-from kvcompress.kernels.launch import Tiling, cast, jit, launch, tiling, tl, triton
+from kvcompress.kernels.launch import Tiling, cast, ceil_div, jit, launch, tiling, tl
 from kvcompress.kernels.precision import widened
 
 _LARGEST_BLOCK = 1024
@@ -43,7 +43,7 @@ def hadamard(vectors: Tensor, block: int) -> Tensor:
     out = torch.empty_like(vectors)
     count = vectors.numel() // block
     shape = tiling("hadamard", Tiling(block=2048 // block))
-    grid = (triton.cdiv(count, shape.block),)
+    grid = (ceil_div(count, shape.block),)
     launch(_hadamard, grid, shape, vectors, out, count, DIM=block, LEVELS=block.bit_length() - 1, BLOCK=shape.block)
     return out
 

@@ -29,6 +29,16 @@ class Tiling(NamedTuple):
     stages: int = 2
 
 
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up. Triton has this too, but wrapped for use in kernels, at a microsecond a call."""
+    return -(-a // b)
+
+
+def power_of_2(number: int) -> int:
+    """The smallest power of two that is not below."""
+    return 1 << (number - 1).bit_length()
+
+
 class Compiled(NamedTuple):
     """A kernel compiled for a target, not launched: its name, what it was specialized for, and Triton's result."""
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvcompress.kernels.backend import use_triton
-from kvcompress.kernels.launch import Tiling, dot, jit, launch, tiling, tl, triton
+from kvcompress.kernels.launch import Tiling, ceil_div, dot, jit, launch, power_of_2, tiling, tl
 from kvcompress.kernels.precision import widened
 
 _LARGEST_DIM = 256
@@ -63,7 +63,7 @@ def leverage_scores(keys: Tensor, values: Tensor, projection: Tensor | None) -> 
     # Two warps: with more, and more tokens, Blackwell would multiply in TF32 whatever precision is asked for, since one
     # operand had 16 bits (Triton #10176).
     shape = tiling("leverage_scores", Tiling(block=32, warps=2))
-    blocks = triton.cdiv(candidates, shape.block)
+    blocks = ceil_div(candidates, shape.block)
     factor = torch.empty(rows, kv_heads, candidates, dtype=torch.float32, device=keys.device)
     exponent = torch.empty(rows, kv_heads, candidates, dtype=torch.int32, device=keys.device)
     launch(
@@ -71,7 +71,7 @@ def leverage_scores(keys: Tensor, values: Tensor, projection: Tensor | None) -> 
         keys, values, projection, factor, exponent, kv_heads, candidates, blocks,
         *keys.stride()[:3], *values.stride()[:3], *strides,
         KEY_DIM=key_dim, VALUE_DIM=value_dim, RANK=rank, BLOCK=shape.block,
-        BLOCK_RANK=min(32, max(16, triton.next_power_of_2(rank))), SLICE=64, SLICE_DOT=16, NOTHING=_NOTHING,
+        BLOCK_RANK=min(32, max(16, power_of_2(rank))), SLICE=64, SLICE_DOT=16, NOTHING=_NOTHING,
     )  # fmt: skip
     return _normalized(torch.ldexp(factor, exponent - exponent.amax(dim=-1, keepdim=True)))
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvcompress.kernels.backend import use_triton
-from kvcompress.kernels.launch import Tiling, jit, launch, tiling, tl, triton
+from kvcompress.kernels.launch import Tiling, ceil_div, jit, launch, tiling, tl
 from kvcompress.kernels.philox import random_words, to_normal
 
 
@@ -72,7 +72,7 @@ def _launch(
     shape = tiling("normal_matrix", Tiling(block=256, stages=1))
     rows, entries = len(sequence), height * width
     out = [torch.empty(rows, 1, height, width, dtype=dtype, device=sequence.device) for _ in range(count)]
-    blocks = triton.cdiv(entries, shape.block)
+    blocks = ceil_div(entries, shape.block)
     sites = (sequence.contiguous(), layer.contiguous(), event.contiguous())
     words = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, stream & 0xFFFFFFFF)
     launch(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvcompress.kernels.affine import affine_codes, affine_grid
 from kvcompress.kernels.backend import use_triton
-from kvcompress.kernels.launch import Tiling, jit, launch, tiling, tl, triton
+from kvcompress.kernels.launch import Tiling, ceil_div, jit, launch, power_of_2, tiling, tl
 from kvcompress.kernels.packing import channel_multiple, pack, packed_bytes
 
 _LARGEST_DIM = 1024
@@ -45,17 +45,17 @@ def quantize_tokens(vectors: Tensor, bits: int, group: int, dtype: torch.dtype) 
     # Two launches, since the channels of a byte lie in different groups: the second one reads the grid of each channel.
     metadata = [part.view(_BITS_AS[dtype]) for part in (scale, offset)]
     kind = {"BITS": bits, "DTYPE": str(dtype).removeprefix("torch."), "GROUP": group}
-    count, block_group = scale.numel(), triton.next_power_of_2(group)
+    count, block_group = scale.numel(), power_of_2(group)
     shape = tiling("quantize_grids", Tiling(block=max(1, 2048 // block_group)))
     launch(
-        _grids, (triton.cdiv(count, shape.block),), shape, vectors, *metadata, count,
+        _grids, (ceil_div(count, shape.block),), shape, vectors, *metadata, count,
         **kind, BLOCK_GROUP=block_group, BLOCK=shape.block,
     )  # fmt: skip
     count, lanes = vectors.numel() // dim, channel_multiple(bits)
-    block_run = triton.next_power_of_2(dim // lanes)
+    block_run = power_of_2(dim // lanes)
     shape = tiling("quantize_tokens", Tiling(block=max(1, 1024 // (lanes * block_run))))
     launch(
-        _codes, (triton.cdiv(count, shape.block),), shape, vectors, codes, *metadata, count,
+        _codes, (ceil_div(count, shape.block),), shape, vectors, codes, *metadata, count,
         **kind, LANES=lanes, RUN=dim // lanes, BLOCK_RUN=block_run, BLOCK=shape.block,
     )  # fmt: skip
     return codes, scale, offset

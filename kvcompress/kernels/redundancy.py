@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvcompress.kernels.backend import use_triton
-from kvcompress.kernels.launch import Tiling, jit, launch, tiling, tl, triton
+from kvcompress.kernels.launch import Tiling, ceil_div, jit, launch, power_of_2, tiling, tl
 from kvcompress.kernels.precision import widened
 
 _EPSILON = 1e-8
@@ -39,10 +39,10 @@ def mean_similarity(keys: Tensor) -> Tensor:
     if keys.stride(-1) != 1:
         keys = keys.contiguous()
     shape = tiling("redundancy", Tiling(block=64))
-    blocks = triton.cdiv(candidates, shape.block)
+    blocks = ceil_div(candidates, shape.block)
     # Heads along the axis that may be longest: the others end at 65,535.
     grid = (rows * kv_heads, blocks)
-    sizes = {"DIM": dim, "BLOCK_DIM": triton.next_power_of_2(dim), "BLOCK": shape.block}
+    sizes = {"DIM": dim, "BLOCK_DIM": power_of_2(dim), "BLOCK": shape.block}
     partial = torch.empty(rows * kv_heads, blocks, dim, dtype=torch.float32, device=keys.device)
     strides = keys.stride()[:3]
     launch(_sum_unit_keys, grid, shape, keys, partial, kv_heads, candidates, *strides, **sizes, EPSILON=_EPSILON)

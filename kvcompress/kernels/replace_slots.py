@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcompress.kernels.backend import use_triton
-from kvcompress.kernels.launch import Tiling, jit, launch, tiling, tl, triton
+from kvcompress.kernels.launch import Tiling, ceil_div, jit, launch, power_of_2, tiling, tl
 
 _LARGEST_BLOCK = 1024
 
@@ -82,9 +82,9 @@ def replace_slots(pool: Tensor, replacement: Replacement, rows: Tensor, taken: b
     slots, arrivals, live = (tensor.contiguous() for tensor in replacement)
     count, kv_heads, width = slots.shape
     size = math.prod(pool.shape[3:])
-    block_size = min(triton.next_power_of_2(size), _LARGEST_BLOCK)
+    block_size = min(power_of_2(size), _LARGEST_BLOCK)
     shape = tiling("replace_slots", Tiling(block=max(1, 2048 // max(block_size, 16))))
-    grid = (count * kv_heads, triton.cdiv(width, shape.block), triton.cdiv(size, block_size))
+    grid = (count * kv_heads, ceil_div(width, shape.block), ceil_div(size, block_size))
     launch(
         _replace, grid, shape, pool, rows, slots, arrivals, live, kv_heads, width,
         *pool.stride()[:3], *rows.stride()[:3],

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcompress.kernels.backend import use_triton
-from kvcompress.kernels.launch import Tiling, jit, launch, tiling, tl, triton
+from kvcompress.kernels.launch import Tiling, ceil_div, jit, launch, power_of_2, tiling, tl
 from kvcompress.kernels.precision import widened
 
 Statistic = Literal["range", "absmax", "l2", "var"]
@@ -63,9 +63,9 @@ def value_statistic(values: Tensor, statistic: Statistic) -> Tensor:
     out = torch.empty(values.shape[:-1], dtype=torch.float32, device=values.device)
     values = values[(None,) * (4 - values.dim())]
     rows, kv_heads, tokens, dim = values.shape
-    block_dim = triton.next_power_of_2(dim)
+    block_dim = power_of_2(dim)
     shape = tiling("value_statistic", Tiling(block=4096 // block_dim))
-    grid = (rows * kv_heads, triton.cdiv(tokens, shape.block))
+    grid = (rows * kv_heads, ceil_div(tokens, shape.block))
     sizes = {"DIM": dim, "BLOCK_DIM": block_dim, "BLOCK": shape.block}
     launch(
         _statistic, grid, shape, values, out, kv_heads, tokens, *values.stride()[:3],

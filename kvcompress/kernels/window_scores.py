@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvcompress.kernels.backend import use_triton
-from kvcompress.kernels.launch import Tiling, dot, jit, launch, tiling, tl, triton
+from kvcompress.kernels.launch import Tiling, ceil_div, dot, jit, launch, power_of_2, tiling, tl
 from kvcompress.kernels.precision import widened
 
 # Rows, or the KV heads of one row, are processed in slices whose float32 probabilities stay below this many
@@ -63,7 +63,7 @@ def window_scores(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
         return window_scores_reference(queries, keys, scaling)
     queries, keys = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (queries, keys))
     wide = queries.dtype != keys.dtype or keys.element_size() != 2
-    padded_dim, padded_window = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(window))
+    padded_dim, padded_window = max(16, power_of_2(dim)), max(16, power_of_2(window))
     shape = tiling("window_scores", Tiling(block=64 if wide or dim > 128 else 128))
     sizes = {"GROUP": heads // kv_heads, "DIM": dim, "BLOCK": shape.block, "WIDE": wide}
     if wide:
@@ -72,8 +72,8 @@ def window_scores(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
         sizes |= {"CHUNK": min(padded_window, 32), "SLICE": 16}
     else:
         sizes |= {"CHUNK": min(padded_window, 64), "SLICE": padded_dim}
-    sizes["CHUNKS"] = triton.cdiv(window, sizes["CHUNK"])
-    blocks = triton.cdiv(candidates, shape.block)
+    sizes["CHUNKS"] = ceil_div(window, sizes["CHUNK"])
+    blocks = ceil_div(candidates, shape.block)
     grid = (rows * kv_heads * blocks,)
     numbers = (float(scaling), kv_heads, candidates, window, blocks, *queries.stride()[:3], *keys.stride()[:3])
     largest, total = (
