@@ -49,7 +49,7 @@ def run_event(
         chunk: new tokens that are not in the slots yet: keys, values, positions, mass of shape
             (len(rows), kv_heads, count[, dim]), for an event of one layer.
     """
-    g, layout = store.geometry, store.layout
+    g = store.geometry
     keyed = list(zip(rows, states, sequences, range(len(rows)), strict=True))
     # A store works on views of all rows or of one, so that writing to them writes to the store.
     batches = [keyed] if len(rows) == g.rows else [[row] for row in keyed]

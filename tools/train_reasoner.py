@@ -17,7 +17,7 @@ import os
 import sys
 import time
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,6 +29,9 @@ from kvcompress.reasoner.tasks import FAMILIES, MAX_DIFFICULTY, MAX_REDUNDANCY, 
 from kvcompress.reasoner.tokenizer import BOS_ID, EOS_ID, MAX_LENGTH, PAD_ID, VOCABULARY, build_tokenizer, encode
 
 _NO_LOSS = -100
+_FIRST_LEVEL = 4  # below, look-ups have so few candidates that a model learns to guess
+# Programs take the most practice: looking up statements, looking up values, and arithmetic.
+_SHARES = {"program": 2, "interleaved": 2, "sort": 1, "store": 1}
 
 
 def main() -> None:
@@ -48,14 +51,14 @@ def parse_options() -> argparse.Namespace:
     add("--output", type=Path, required=True, help="folder of checkpoint and log; an existing run is continued")
     add("--export", help="write the weights of the last checkpoint to this folder and stop")
     add("--seed", type=int, default=0)
-    add("--steps", type=int, default=3000, help="optimizer steps; the learning rate falls over the last 40 %%")
+    add("--steps", type=int, default=7000, help="optimizer steps; the learning rate falls over the last 40 %%")
     add("--tokens", type=int, default=4096, help="tokens per step, padding included")
     add("--round-problems", type=int, default=96, help="problems drawn at once and sorted by length")
     add("--max-length", type=int, default=1600, help="longer problems are drawn again, at a lower difficulty")
     add("--learning-rate", type=float, default=3e-3, help="of Muon and of AdamW")
     add("--hidden", type=int, default=128)
     add("--layers", type=int, default=4)
-    add("--intermediate", type=int, default=384)
+    add("--intermediate", type=int, default=512)
     add("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
     add("--max-redundancy", type=int, default=MAX_REDUNDANCY)
     add("--minutes-between-checkpoints", type=float, default=3.0)
@@ -130,7 +133,7 @@ class Progress:
 
     step: int = 0
     round: int = 0
-    level: int = 1  # highest difficulty that is drawn
+    levels: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FAMILIES, _FIRST_LEVEL))  # highest drawn
     tokens: int = 0
     seconds: float = 0.0
 
@@ -164,13 +167,14 @@ class Training:
         self.log("done")
 
     def train_round(self) -> None:
-        """One round of problems; afterwards the difficulty rises if they went well."""
+        """One round of problems; afterwards the difficulty of the families that went well rises."""
         started = time.monotonic()
         rng = Random(f"{self.options.seed} {self.progress.round}")
-        batches = draw_batches(rng, self.progress.level, self.options)
+        batches = draw_batches(rng, self.progress.levels, self.options)
         right: dict[str, int] = defaultdict(int)
         total: dict[str, int] = defaultdict(int)
-        exact = problems = 0
+        exact: dict[str, int] = defaultdict(int)
+        count: dict[str, int] = defaultdict(int)
         loss_sum = 0.0
         for families, tokens, labels in batches:
             loss, correct = self.train_step(tokens, labels)
@@ -180,20 +184,23 @@ class Training:
                 hits, all_ = int(correct[row].sum()), int(mask[row].sum())
                 right[family] += hits
                 total[family] += all_
-                exact += hits == all_
-                problems += 1
+                exact[family] += hits == all_
+                count[family] += 1
             self.progress.tokens += tokens.numel()
-        accuracy = {family: right[family] / total[family] for family in total}
         self.progress.round += 1
         self.progress.seconds += time.monotonic() - started
         self.log(
-            f"step {self.progress.step} level {self.progress.level} loss {loss_sum / len(batches):.4f} "
-            f"exact {exact / problems:.2f} tokens {self.progress.tokens / 1e6:.2f}M "
-            f"seconds {self.progress.seconds:.0f} "
-            + " ".join(f"{family} {value:.4f}" for family, value in sorted(accuracy.items()))
+            f"step {self.progress.step} loss {loss_sum / len(batches):.4f} tokens {self.progress.tokens / 1e6:.2f}M "
+            f"seconds {self.progress.seconds:.0f} exact {sum(exact.values()) / self.options.round_problems:.2f} |"
+            + "".join(
+                f" {family} level {self.progress.levels[family]} accuracy {right[family] / total[family]:.4f} "
+                f"exact {exact[family] / count[family]:.2f}"
+                for family in sorted(total)
+            )
         )
-        if sum(right.values()) / sum(total.values()) > 0.97:
-            self.progress.level = min(MAX_DIFFICULTY, self.progress.level + 1)
+        for family in total:
+            if right[family] / total[family] > 0.97:
+                self.progress.levels[family] = min(MAX_DIFFICULTY, self.progress.levels[family] + 1)
 
     def train_step(self, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[float, torch.Tensor]:
         """One optimizer step on (rows, length) tokens; returns the loss and which labels were predicted."""
@@ -261,19 +268,20 @@ def schedule(fraction: float) -> float:
 
 
 def draw_batches(
-    rng: Random, level: int, options: argparse.Namespace
+    rng: Random, levels: dict[str, int], options: argparse.Namespace
 ) -> list[tuple[list[str], torch.Tensor, torch.Tensor]]:
-    """Problems up to difficulty ``level``, half of them of it, cut into batches of at most ``options.tokens`` tokens.
+    """Problems up to the level of their family, half of them of it, in batches of at most ``options.tokens`` tokens.
 
     Returns:
         for each batch, in random order: families of the rows, tokens (rows, length) padded on the right, and labels of
         the same shape, which are the tokens of the chain and _NO_LOSS elsewhere.
     """
+    families = [family for family in options.families for _ in range(_SHARES[family])]
     rows = []
     for index in range(options.round_problems):
-        family = options.families[index % len(options.families)]
-        difficulty = level if rng.random() < 0.5 else rng.randint(1, level)
-        redundancy = draw_redundancy(rng, options.max_redundancy)
+        family = families[index % len(families)]
+        difficulty = levels[family] if rng.random() < 0.5 else rng.randint(1, levels[family])
+        redundancy = min(options.max_redundancy, draw_redundancy(rng, levels[family]))
         while True:
             problem = generate(family, rng.randrange(2**40), difficulty, redundancy)
             prompt, chain = [BOS_ID, *encode(problem.prompt)], [*encode(problem.chain), EOS_ID]
@@ -295,9 +303,11 @@ def draw_batches(
     return batches
 
 
-def draw_redundancy(rng: Random, highest: int) -> int:
-    """Half of the problems have none or one restatement, where a token teaches most; the others any number."""
-    return min(highest, rng.randint(0, 1) if rng.random() < 0.5 else rng.randint(0, MAX_REDUNDANCY))
+def draw_redundancy(rng: Random, level: int) -> int:
+    """Mostly none while a family is new, since it teaches little and takes most tokens; later any amount."""
+    if level <= _FIRST_LEVEL:
+        return rng.choice((0, 0, 0, 0, 0, 0, 1, 2))
+    return rng.randint(0, 1) if rng.random() < 0.5 else rng.randint(0, MAX_REDUNDANCY)
 
 
 if __name__ == "__main__":

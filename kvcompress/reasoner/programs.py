@@ -1,11 +1,12 @@
 """Families ``program`` and ``interleaved``: straight-line programs over single letters, modulo 10.
 
-A statement is ``Aa=7`` or ``Cc=a+b``; an operand is a variable or a digit, an operator one of + - *. The statements stand
-in the prompt in any order, the labels say in which they run, and the query ``c:AC`` means: tell c, having run A to C. The
-chain runs them one by one, copies each and writes the value of every variable next to its name: ``Cc=a7+b2=c9;``.
+A statement is ``Aa=7`` or ``Cc=a+b``; an operand is a variable or a digit, an operator one of + - *. The statements
+stand in the prompt in any order, the labels say in which they run, and the query ``c:AC`` means: tell c, having run A
+to C. The chain runs them one by one, copies each and writes the value of every variable next to its name:
+``Cc=a7+b2=c9;``.
 
-Operands are mostly the oldest values that haven't been used yet, so that values wait for long until they are needed, and
-nearly all of them decide the answer.
+Operands are mostly the oldest values that haven't been used yet, so that values wait for long until they are needed,
+and nearly all of them decide the answer.
 """
 
 from __future__ import annotations
@@ -82,9 +83,7 @@ def _run(rng: Random, labels: str, redundancy: int) -> tuple[list[str], str, str
         unused.append(name)
         statements.append(f"{label}{name}={statement}")
         result = f"{name}{value}"
-        chain.append(
-            step(f"{label}{name}={worked}={result}", (f"{tail}{result}", f"{result}={tail}"), redundancy)
-        )
+        chain.append(step(f"{label}{name}={worked}={result}", (f"{tail}{result}", f"{result}={tail}"), redundancy))
     last = names[-1]
     return statements, "".join(chain), f"{last}{values[last]}"
 

@@ -1,8 +1,8 @@
 """Family ``sort``: a list of distinct letters is sorted by insertion.
 
 A statement is ``Bk``: item k has label B. The query ``AF`` asks for items A to F in alphabetical order. The chain takes
-the items in the order of their labels and writes the list so far anew each time, ``Ak:k;Bc:ck;Ct:ckt;``: what matters is
-the newest list, close by, and an item of the prompt that hasn't been looked at yet; all older lists are stale.
+the items in the order of their labels and writes the list so far anew each time, ``Ak:k;Bc:ck;Ct:ckt;``: what matters
+is the newest list, close by, and an item of the prompt that hasn't been looked at yet; all older lists are stale.
 """
 
 from __future__ import annotations

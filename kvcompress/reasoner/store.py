@@ -1,9 +1,10 @@
 """Family ``store``: a key-value store in which keys are overwritten, and a stale value is a trap.
 
-A statement is ``Ca5``: at time C, 5 is written under key a. The query ``ad:K`` asks for the values of a and d after time K,
-the last one. For every key the chain reads the log backwards, newest first, until it meets the key:
-``?aKb3a/;Jc2a/;Ia7a!=a7;`` (label, key and value of the entry, key that is looked for, / for no or ! for yes). The chain
-needs the prompt over and over, and little of itself; without entry I, the stale entry C would be taken for the answer.
+A statement is ``Ca5``: at time C, 5 is written under key a. The query ``ad:K`` asks for the values of a and d after
+time K, the last one. For every key the chain reads the log backwards, newest first, until it meets the key:
+``?aKb3a/;Jc2a/;Ia7a!=a7;`` (label, key and value of the entry, key that is looked for, / for no or ! for yes). The
+chain needs the prompt over and over, and little of itself; without entry I, the stale entry C would be taken for the
+answer.
 """
 
 from __future__ import annotations

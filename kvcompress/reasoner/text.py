@@ -1,7 +1,7 @@
 """What the task families share: the alphabet, and the redundancy of prompts and chains.
 
-Every statement of a prompt carries a label, a capital letter that is unique in it, and every step of a chain starts with
-the label of the statement that it works on. "What comes next" is therefore always a look-up of one character, and
+Every statement of a prompt carries a label, a capital letter that is unique in it, and every step of a chain starts
+with the label of the statement that it works on. "What comes next" is therefore always a look-up of one character, and
 statements can stand in any order.
 """
 

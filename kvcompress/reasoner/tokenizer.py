@@ -16,7 +16,7 @@ MAX_LENGTH = 4096
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer that begins every text with <bos>, pads on the left, and maps characters it lacks to <unk>."""
     core = Tokenizer(models.WordLevel(VOCABULARY, unk_token=UNK))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"(?s)."), behavior="isolated")
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     core.decoder = decoders.Fuse()
     core.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, BOS_ID)]
