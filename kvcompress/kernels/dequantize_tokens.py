@@ -38,7 +38,7 @@ def dequantize_tokens(codes: Tensor, scale: Tensor, offset: Tensor, bits: int, g
         scale, offset = scale.contiguous(), offset.contiguous()
     rows, kv_heads, tokens, _ = codes.shape
     out = torch.empty(rows, kv_heads, tokens, dim, dtype=torch.float32, device=codes.device)
-    shape = tiling("dequantize_tokens", Tiling(block=max(1, 4096 // power_of_2(dim))))
+    shape = tiling("dequantize_tokens", Tiling(block=max(1, 2048 // power_of_2(dim))))
     launch(
         _dequantize, (rows * kv_heads, ceil_div(tokens, shape.block)), shape,
         codes, scale, offset, out, kv_heads, tokens, *codes.stride()[:3], *scale.stride()[:3],
