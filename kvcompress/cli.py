@@ -296,6 +296,22 @@ def compare(
             print(f"wrote {output_dir / name}", file=sys.stderr)
 
 
+@app.command(
+    name="lm-eval",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
+def lm_eval(context: typer.Context) -> None:
+    """Run EleutherAI's lm-eval on a compressed model; every option is lm-eval's own.
+
+    --model_args pretrained=Qwen/Qwen3-4B,recipe=vase-attnv,budget=4096 --tasks gsm8k,hendrycks_math500
+    """
+    try:
+        from kvcompress.harness import main as run
+    except ImportError as error:
+        raise KVCompressError(f"lm-eval: {error}; install it with pip install 'kvcompress[eval]'") from error
+    run(context.args)
+
+
 @app.command()
 def demo(
     output_dir: Annotated[Path, typer.Option("--output-dir", "-o", help="Where the results go.")] = Path("demo-output"),

@@ -116,12 +116,10 @@ def test_same_seed_same_problem_and_all_of_it_in_the_alphabet(problem):
     assert set(problem.prompt + problem.chain) <= set(ALPHABET)
 
 
-def test_problems_do_not_depend_on_the_python_version():
+def test_problems_are_the_same_in_every_version_of_python():
     problem = generate("program", 1, difficulty=2, redundancy=1)
-    assert (problem.prompt, problem.chain) == PINNED
-
-
-PINNED = ("", "")
+    assert problem.prompt == "p1:Ub=k+4;Tk=r+v;Rr=0;Sv=1;#so;?b:RU:"
+    assert problem.chain == ("Rr=0=r0,1so(0r0);Sv=1=v1,1so(1v1);Tk=r0+v1=k1,1so(r0+v1k1);Ub=k1+4=b5,1so(k1+4b5);>b5.")
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
