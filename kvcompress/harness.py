@@ -28,7 +28,7 @@ _FIELDS = ("budget", "buffer", "seed", "prefill", "storage")
 
 
 @register_model(NAME)
-class CompressedLM(HFLM):  # type: ignore[misc]
+class CompressedLM(HFLM):
     """lm-eval's ``hf`` model under a recipe.
 
     Args:
