@@ -242,3 +242,19 @@ def test_outputs_do_not_depend_on_the_batch():
             part = slice(row, row + 1)
             alone, _ = decode_module.decode_attention(q[part], [Segment(k[part], v[part], None)], 0.2)
             assert torch.equal(alone, whole[part])
+
+
+def test_queries_that_need_gradients_get_them():
+    """The kernel has no backward pass; the reference does."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 4, 1, 32, generator=generator, requires_grad=True)
+    k, v = (torch.randn(1, 2, 9, 32, generator=generator) for _ in range(2))
+    ran: dict[str, str] = {}
+    with backend("triton", ran):
+        out, _ = decode_module.decode_attention(q, [Segment(k, v, None)], 0.2)
+        assert ran == {"decode_attention": "torch"}
+        out.square().sum().backward()
+        assert q.grad is not None
+        with torch.no_grad():
+            decode_module.decode_attention(q, [Segment(k, v, None)], 0.2)
+        assert ran == {"decode_attention": "triton"}

@@ -108,7 +108,9 @@ def decode_attention(
     if alone and covered_by_flash_attn(queries, *alone, sinks):
         note("decode_attention", "flash_attn")
         return flash_attention(queries, alone[0], alone[1], scaling, softcap), None
-    covered = bool(segments) and all(_is_covered(segment, queries.dtype) for segment in segments)
+    # The kernel has no backward pass.
+    learns = torch.is_grad_enabled() and queries.requires_grad
+    covered = bool(segments) and not learns and all(_is_covered(segment, queries.dtype) for segment in segments)
     if use_triton("decode_attention", queries.device, covered):
         return _launch(queries, segments, scaling, softcap, sinks)
     if alone:
