@@ -345,6 +345,8 @@ class CompressedCache(Cache):
         Raises:
             CacheError: if a compression has come after the tokens to remove; the cache is left as it was.
         """
+        # A tensor, from the assisted generation of transformers 5.17.
+        tokens_to_remove = int(tokens_to_remove)
         if tokens_to_remove > 0:
             raise CacheError(
                 f"crop: {tokens_to_remove} is positive; give the number of tokens to remove as a negative one"

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from kvcompress.cli_eval import evaluate
 from kvcompress.cli_plan import plan
 from kvcompress.cli_recipes import BAD_INPUT, AsJson, print_json, recipes_app
 from kvcompress.config import load_config
@@ -63,6 +64,7 @@ app = typer.Typer(
 )
 app.add_typer(recipes_app, name="recipes")
 app.command("plan")(plan)
+app.command("eval")(evaluate)
 
 
 def main() -> None:
