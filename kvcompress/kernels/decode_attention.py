@@ -147,7 +147,7 @@ def _is_covered(segment: Segment, dtype: torch.dtype) -> bool:
 PLAIN, E4M3, E5M2 = 0, 43, 52
 
 
-class _Format(NamedTuple):
+class _States(NamedTuple):
     """Compile-time properties of keys or values: how they are stored, channels per group, how many groups of how many
     channels a tile has (powers of two, the rest is masked), and whether they are rotated."""
 
@@ -158,21 +158,34 @@ class _Format(NamedTuple):
     rotated: bool
 
 
+class _Format(NamedTuple):
+    """Compile-time properties of a pool; ``widen``: products are of float32, not of the type of the queries."""
+
+    keys: _States
+    values: _States
+    widen: bool
+    has_mask: bool
+    has_lengths: bool
+
+
 class _Pool(NamedTuple):
-    """What the kernel gets of a pool; strides in elements."""
+    """What the kernel gets of a pool; strides in elements.
+
+    Tensors that it doesn't read are stood in for by others, since Triton 3.6 takes no None within a tuple.
+    """
 
     tokens: int
     per_split: int
     splits: int
-    mask: Tensor | None
+    mask: Tensor
     mask_row: int
-    lengths: Tensor | None
+    lengths: Tensor
     key_data: Tensor
     key_row: int
     key_head: int
     key_slot: int
-    key_scale: Tensor | None
-    key_offset: Tensor | None
+    key_scale: Tensor
+    key_offset: Tensor
     key_scale_row: int
     key_scale_head: int
     key_scale_slot: int
@@ -180,8 +193,8 @@ class _Pool(NamedTuple):
     value_row: int
     value_head: int
     value_slot: int
-    value_scale: Tensor | None
-    value_offset: Tensor | None
+    value_scale: Tensor
+    value_offset: Tensor
     value_scale_row: int
     value_scale_head: int
     value_scale_slot: int
@@ -195,21 +208,20 @@ def _launch(
     group = heads // kv_heads
     # Rotated pools last, so that the splits whose outputs have to be rotated back follow the others.
     segments = sorted(segments, key=_rotates_values)
-    formats = [
-        (_format(segment.keys), _format(segment.values), _widens(segment, queries.dtype)) for segment in segments
-    ]
+    formats = [_format(segment, queries.dtype) for segment in segments]
     value_dim = _dim(segments[0].values)
-    shape = tiling("decode_attention", default_tiling(max(key_dim, value_dim), any(widen for _, _, widen in formats)))
+    shape = tiling("decode_attention", default_tiling(max(key_dim, value_dim), any(form.widen for form in formats)))
     pools = [_pool(segment, shape.block) for segment in segments]
     splits = sum(pool.splits for pool in pools)
-    plain = sum(pool.splits for pool, form in zip(pools, formats, strict=True) if not form[1].rotated)
+    plain = sum(pool.splits for pool, form in zip(pools, formats, strict=True) if not form.values.rotated)
     queries = queries.contiguous()
     rotated = queries
-    if any(keys.rotated for keys, _, _ in formats):
+    if any(form.keys.rotated for form in formats):
         # Divided by the root, so that the rotation keeps lengths and fits into 16 bits; the kernel multiplies it back.
         block = rotation_block(key_dim)
         rotated = (hadamard(queries.float(), block) / math.sqrt(block)).to(queries.dtype)
-    flat = tuple(number for keys, values, widen in formats for number in (*keys, *values, widen))
+    # Compile-time tuples cannot be nested.
+    flat = tuple(number for keys, values, *flags in formats for number in (*keys, *values, *flags))
     outs = torch.empty(rows, heads, splits, value_dim, dtype=torch.float32, device=queries.device)
     lses = torch.empty(rows, heads, splits, dtype=torch.float32, device=queries.device)
     block_m = min(32, max(16, power_of_2(group)))
@@ -256,19 +268,23 @@ def _rotates_values(segment: Segment) -> bool:
     return not isinstance(segment.values, Tensor) and segment.values.codec.rotate
 
 
-def _format(states: Tensor | Coded) -> _Format:
-    return _format_of(None if isinstance(states, Tensor) else states.codec, _dim(states))
+def _format(segment: Segment, dtype: torch.dtype) -> _Format:
+    keys, values = (
+        _format_of(None if isinstance(states, Tensor) else states.codec, _dim(states))
+        for states in (segment.keys, segment.values)
+    )
+    return _Format(keys, values, _widens(segment, dtype), segment.mask is not None, segment.lengths is not None)
 
 
 @functools.cache
-def _format_of(codec: Codec | None, dim: int) -> _Format:
+def _format_of(codec: Codec | None, dim: int) -> _States:
     kind, group, rotated = PLAIN, dim, False
     if isinstance(codec, Uniform):
         kind, group, rotated = codec.bits, codec.group_size(dim), codec.rotate
     elif isinstance(codec, Float8):
         kind, group, rotated = {"e4m3": E4M3, "e5m2": E5M2}[codec.format], codec.group or dim, codec.rotate
     # A product of matrices is at least 16 wide.
-    return _Format(kind, group, power_of_2(dim // group), max(16, power_of_2(group)), rotated)
+    return _States(kind, group, power_of_2(dim // group), max(16, power_of_2(group)), rotated)
 
 
 def _widens(segment: Segment, dtype: torch.dtype) -> bool:
@@ -278,27 +294,23 @@ def _widens(segment: Segment, dtype: torch.dtype) -> bool:
 
 
 def _pool(segment: Segment, block: int) -> _Pool:
-    mask, lengths = segment.mask, segment.lengths
-    if mask is not None:
-        mask = mask.expand(mask.shape[0], 1, 1, segment.tokens)[:, 0, 0].contiguous()
+    keys, values = _parts(segment.keys), _parts(segment.values)
+    mask, lengths, mask_row = keys[0], keys[0], 0
+    if segment.mask is not None:
+        mask = segment.mask.expand(segment.mask.shape[0], 1, 1, segment.tokens)[:, 0, 0].contiguous()
+        mask_row = 0 if mask.shape[0] == 1 else mask.stride(0)
+    if segment.lengths is not None:
+        lengths = segment.lengths.to(torch.int32).contiguous()
     per_split = split_length(segment.tokens, _bytes_per_token(segment), block)
-    return _Pool(
-        segment.tokens,
-        per_split,
-        ceil_div(segment.tokens, per_split),
-        mask,
-        0 if mask is None or mask.shape[0] == 1 else mask.stride(0),
-        None if lengths is None else lengths.to(torch.int32).contiguous(),
-        *_parts(segment.keys),
-        *_parts(segment.values),
-    )
+    splits = ceil_div(segment.tokens, per_split)
+    return _Pool(segment.tokens, per_split, splits, mask, mask_row, lengths, *keys, *values)
 
 
 def _parts(states: Tensor | Coded) -> tuple[Any, ...]:
     """Vectors or codes, scales and offsets, with strides of rows, heads and slots."""
     if isinstance(states, Tensor):
         states = _unit_stride(states)
-        return states, *states.stride()[:3], None, None, 0, 0, 0
+        return states, *states.stride()[:3], states, states, 0, 0, 0
     codes, scale = _unit_stride(states.parts["codes"]), _unit_stride(states.parts["scale"])
     # 8-bit floats have no offset, and the kernel reads none.
     offset = states.parts.get("offset", scale)
@@ -344,18 +356,18 @@ def _attend_split(
         if (split >= first) & (split < first + pool.splits):
             begin = (split - first) * pool.per_split
             stop = tl.minimum(begin + pool.per_split, pool.tokens)
-            if pool.lengths is not None:
+            if FORMATS[index * 13 + 12]:
                 stop = tl.minimum(stop, tl.load(pool.lengths + pair))
-            if FORMATS[index * 11] == 0:
+            if FORMATS[index * 13] == 0:
                 _attend_vectors(
                     queries, outs, lses, pool, split, begin, stop, pair, member, kv_heads, splits, scaling, softcap,
-                    FORMATS, index * 11, GROUP, KEY_DIM, VALUE_DIM, SOFTCAP, BLOCK_M, BLOCK_N,
+                    FORMATS, index * 13, GROUP, KEY_DIM, VALUE_DIM, SOFTCAP, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
             else:
                 _attend_codes(
-                    rotated if FORMATS[index * 11 + 4] else queries, outs, lses, pool, split, begin, stop, pair, member,
-                    kv_heads, splits, scaling * (ROOT if FORMATS[index * 11 + 4] else 1.0), softcap,
-                    FORMATS, index * 11, GROUP, KEY_DIM, VALUE_DIM, SOFTCAP, BLOCK_M, BLOCK_N,
+                    rotated if FORMATS[index * 13 + 4] else queries, outs, lses, pool, split, begin, stop, pair, member,
+                    kv_heads, splits, scaling * (ROOT if FORMATS[index * 13 + 4] else 1.0), softcap,
+                    FORMATS, index * 13, GROUP, KEY_DIM, VALUE_DIM, SOFTCAP, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
         first += pool.splits
 
@@ -375,10 +387,10 @@ def _capped(logits, softcap, SOFTCAP: tl.constexpr):
 
 
 @jit
-def _there(pool, token, stop, pair, kv_heads):
+def _there(pool, token, stop, pair, kv_heads, HAS_MASK: tl.constexpr):
     """Which tokens of a block are there, and may be looked at."""
     there = token < stop
-    if pool.mask is not None:
+    if HAS_MASK:
         mask = pool.mask + (pair // kv_heads).to(tl.int64) * pool.mask_row + token
         there = there & (tl.load(mask, mask=there, other=0) != 0)
     return there
@@ -416,7 +428,7 @@ def _attend_vectors(
     weighted = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
     for start in range(begin, stop, BLOCK_N):
         token = start + tl.arange(0, BLOCK_N)
-        there = _there(pool, token, stop, pair, kv_heads)
+        there = _there(pool, token, stop, pair, kv_heads, FORMATS[AT + 11])
         k = tl.load(
             keys + token[None, :].to(tl.int64) * pool.key_slot + key_channel[:, None],
             mask=there[None, :] & (key_channel < KEY_DIM)[:, None],
@@ -481,7 +493,7 @@ def _attend_codes(
     weighted = tl.zeros((BLOCK_G, BLOCK_M, BLOCK_V), tl.float32)
     for start in range(begin, stop, BLOCK_N):
         token = start + tl.arange(0, BLOCK_N)
-        there = _there(pool, token, stop, pair, kv_heads)
+        there = _there(pool, token, stop, pair, kv_heads, FORMATS[AT + 11])
         codes = _load_codes(
             keys, token[None, :, None], key_channel[:, None, :], there[None, :, None] & key_real[:, None, :],
             pool.key_slot, KEY_KIND, KEY_DIM, q.dtype, 0,
