@@ -43,6 +43,15 @@ from kvcompress.quant.rotation import rotation_block
 from kvcompress.quant.uniform import Uniform
 
 LARGEST_DIM = 256
+# Tilings for a head size of 128 in 16 bits that all targets can hold. `make gpu` times them; the first is the default.
+SPACE = (
+    Tiling(64, warps=4, stages=2),
+    Tiling(64, warps=4, stages=3),
+    Tiling(32, warps=4, stages=3),
+    Tiling(128, warps=4, stages=2),
+    Tiling(128, warps=8, stages=2),
+    Tiling(64, warps=8, stages=3),
+)
 # Bytes of keys and values that one program reads. The outputs it leaves are a few per cent of that.
 _SPLIT_BYTES = 1 << 17
 # A pool is cut into so many splits at least, if it has so many blocks: enough programs for a batch of one.

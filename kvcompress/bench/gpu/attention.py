@@ -17,7 +17,8 @@ from torch import Tensor
 
 from kvcompress.bench.gpu.timing import Clock, Row, difference, first_line, free, measure, rate
 from kvcompress.kernels.backend import backend
-from kvcompress.kernels.decode_attention import decode_attention
+from kvcompress.kernels.decode_attention import SPACE, decode_attention
+from kvcompress.kernels.launch import tilings
 from kvcompress.kernels.segment_attention import Segment, segment_attention
 from kvcompress.kernels.slot_attention import slot_attention
 from kvcompress.quant.coded import Coded
@@ -167,10 +168,43 @@ def measure_all(device: torch.device, clock: Clock, copy: float, grid: Grid) -> 
         for bits in grid.bits:
             yield from _point(device, clock, copy, grid, (batch, context, bits), contenders, with_kernel=True)
     if device.type == "cuda":
+        for bits in (None, 4):
+            yield from _tilings(device, clock, copy, grid, bits)
         # Last, since it compiles for seconds per shape.
         contenders = {"FlexAttention": by_flex_attention}
         for batch, context in grid.points:
             yield from _point(device, clock, copy, grid, (batch, context, None), contenders, with_kernel=False)
+
+
+def _tilings(device: torch.device, clock: Clock, copy: float, grid: Grid, bits: Bits | None) -> Iterator[Row]:
+    """The kernel in every tiling that could be the default, at the first point."""
+    heads, (batch, context) = grid.heads[0], grid.points[0]
+    where = {
+        **heads._asdict(),
+        "batch": batch,
+        "context": context,
+        "format": "vectors" if bits is None else f"int{bits}",
+    }
+    pool = random_pool(batch, heads.kv_heads, context, heads.dim, bits, device)
+    queries = torch.randn(batch, heads.heads, 1, heads.dim, dtype=torch.bfloat16, device=device)
+    expected = by_kernel(queries, pool, heads.dim**-0.5)
+    nbytes = pool_bytes(batch, heads.kv_heads, context, heads.dim, bits)
+    for shape in SPACE:
+        row: Row = {**where, "by": f"kvcompress in blocks of {shape.block}, {shape.warps} warps, {shape.stages} stages"}
+        if clock.is_over:
+            yield row | {"skipped": "no time left"}
+            continue
+        try:
+            with tilings(decode_attention=shape):
+                error = difference(by_kernel(queries, pool, heads.dim**-0.5), expected)
+                found = _judged(error, functools.partial(by_kernel, queries, pool, heads.dim**-0.5), device)
+            if "us" in found:
+                speed = rate(nbytes, found["us"])
+                found |= {"bytes": nbytes, "bytes_per_s": speed, "of_copy": speed / copy}
+        except Exception as error:
+            found = {"failed": first_line(error)}
+        yield row | found
+    free(device)
 
 
 def _point(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from kvcompress.kernels import decode_attention as module
 from kvcompress.kernels.checks.cases import KINDS, Arguments, Case, vectors, within_poison
-from kvcompress.kernels.launch import tilings
+from kvcompress.kernels.launch import Tiling, tilings
 from kvcompress.kernels.segment_attention import Segment
 from kvcompress.quant.codec import Codec
 from kvcompress.quant.coded import Coded
@@ -129,10 +130,20 @@ def cases() -> Iterator[Case]:
 
 
 def configurations() -> Iterator[Case]:
-    """What dispatch can choose, with the tilings that it chooses: one property varied at a time. To be compiled."""
+    """What dispatch can choose, one property varied at a time, and the tilings to choose from. To be compiled."""
     for setting in _varied():
         name = f"configuration: {setting.name}"
         yield Case("decode_attention", name, _attend, setting.make, heavy=True)
+    pools = (Pool(256), Pool(1024, INT4, INT4))
+    setting = Setting(pools, rows=1, kv_heads=2, group=4, key_dim=128, dtype=BF16)
+    for shape in module.SPACE[1:]:
+        name = f"tiling {'x'.join(map(str, shape))}: {setting.name}"
+        yield Case("decode_attention", name, functools.partial(_attend_by, shape), setting.make, heavy=True)
+
+
+def _attend_by(shape: Tiling, **arguments: Any) -> tuple[Tensor, Tensor]:
+    with tilings(decode_attention=shape):
+        return _attend(**arguments)
 
 
 def _varied() -> Iterator[Setting]:
