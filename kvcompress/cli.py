@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from kvcompress.cli_eval import evaluate
 from kvcompress.cli_plan import plan
 from kvcompress.cli_recipes import BAD_INPUT, AsJson, print_json, recipes_app
+from kvcompress.cli_report import report
 from kvcompress.config import load_config
 from kvcompress.errors import ConfigError, KVCompressError
 from kvcompress.quantities import BYTES, parse_quantity
@@ -65,6 +66,7 @@ app = typer.Typer(
 app.add_typer(recipes_app, name="recipes")
 app.command("plan")(plan)
 app.command("eval")(evaluate)
+app.command("report")(report)
 
 
 def main() -> None:

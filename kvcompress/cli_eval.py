@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
+from rich.measure import Measurement
 from rich.table import Table
 
 from kvcompress.cli_recipes import AsJson, print_json
@@ -140,6 +141,8 @@ def evaluate(
         return
     screen = console.screen()
     for table in summary_tables(rows):
+        # In a narrow terminal lines that wrap are better than figures that are cut off.
+        screen.width = max(screen.width, Measurement.get(screen, screen.options.update_width(1000), table).maximum)
         screen.print(table)
     for note in done["notes"]:
         screen.print(note, style="dim")

@@ -187,7 +187,7 @@ def test_grade_never_fails_on_garbage(problem, text):
         ({"difficulty": 0}, "difficulty: 0"),
         ({"difficulty": 11}, "difficulty: 11"),
         ({"redundancy": -1}, "redundancy: -1"),
-        ({"redundancy": 7}, "redundancy: 7"),
+        ({"redundancy": 10}, "redundancy: 10"),
     ],
 )
 def test_arguments_out_of_range_are_named(arguments, message):

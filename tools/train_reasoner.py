@@ -30,8 +30,6 @@ from kvcompress.reasoner.tokenizer import BOS_ID, EOS_ID, MAX_LENGTH, PAD_ID, VO
 
 _NO_LOSS = -100
 _FIRST_LEVEL = 4  # below, look-ups have so few candidates that a model learns to guess
-# Programs take the most practice: looking up statements, looking up values, and arithmetic.
-_SHARES = {"program": 2, "interleaved": 2, "sort": 1, "store": 1}
 
 
 def main() -> None:
@@ -54,7 +52,6 @@ def parse_options() -> argparse.Namespace:
     add("--steps", type=int, default=7000, help="optimizer steps; the learning rate falls over the last 40 %%")
     add("--tokens", type=int, default=4096, help="tokens per step, padding included")
     add("--round-problems", type=int, default=96, help="problems drawn at once and sorted by length")
-    add("--max-length", type=int, default=1600, help="longer problems are drawn again, at a lower difficulty")
     add("--learning-rate", type=float, default=3e-3, help="of Muon and of AdamW")
     add("--hidden", type=int, default=128)
     add("--layers", type=int, default=4)
@@ -84,6 +81,36 @@ def build_model(options: argparse.Namespace) -> Qwen3ForCausalLM:
         eos_token_id=EOS_ID,
     )
     return Qwen3ForCausalLM(config)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What problems are drawn in a part of the training.
+
+    Attributes:
+        begin: fraction of the steps at which it begins.
+        shares: of the families, relative.
+        little: share of the problems with at most one restatement, where a token teaches most.
+        highest: redundancy of the others, from 0 on.
+        max_length: problems of more tokens are drawn again at a lower difficulty.
+    """
+
+    begin: float
+    shares: dict[str, int]
+    little: float
+    highest: int
+    max_length: int
+
+
+# First, programs take the most practice: looking up statements, looking up values, and arithmetic. Then the others
+# catch up, and problems grow longer.
+_FIRST_SHARES = {"program": 2, "interleaved": 2, "sort": 1, "store": 1}
+_LATE_SHARES = {"program": 2, "interleaved": 1, "sort": 2, "store": 2}
+_PHASES = (
+    Phase(0.0, _FIRST_SHARES, little=1 / 2, highest=6, max_length=1600),
+    Phase(0.5, _LATE_SHARES, little=1 / 3, highest=6, max_length=1600),
+    Phase(0.7, _LATE_SHARES, little=1 / 3, highest=9, max_length=1800),
+)
 
 
 class Muon(torch.optim.Optimizer):
@@ -170,7 +197,7 @@ class Training:
         """One round of problems; afterwards the difficulty of the families that went well rises."""
         started = time.monotonic()
         rng = Random(f"{self.options.seed} {self.progress.round}")
-        batches = draw_batches(rng, self.progress.levels, self.options)
+        batches = draw_batches(rng, self.progress, self.options)
         right: dict[str, int] = defaultdict(int)
         total: dict[str, int] = defaultdict(int)
         exact: dict[str, int] = defaultdict(int)
@@ -264,11 +291,12 @@ class Training:
 
 def schedule(fraction: float) -> float:
     """Factor of the learning rate: a short warm-up, constant, and linear decay over the last 40 %."""
-    return min(1.0, fraction / 0.01 + 0.01, (1 - fraction) / 0.4)
+    # The last round may run a few steps over.
+    return min(1.0, fraction / 0.01 + 0.01, max(0.0, 1 - fraction) / 0.4)
 
 
 def draw_batches(
-    rng: Random, levels: dict[str, int], options: argparse.Namespace
+    rng: Random, progress: Progress, options: argparse.Namespace
 ) -> list[tuple[list[str], torch.Tensor, torch.Tensor]]:
     """Problems up to the level of their family, half of them of it, in batches of at most ``options.tokens`` tokens.
 
@@ -276,16 +304,18 @@ def draw_batches(
         for each batch, in random order: families of the rows, tokens (rows, length) padded on the right, and labels of
         the same shape, which are the tokens of the chain and _NO_LOSS elsewhere.
     """
-    families = [family for family in options.families for _ in range(_SHARES[family])]
+    phase = [phase for phase in _PHASES if progress.step >= phase.begin * options.steps][-1]
+    levels = progress.levels
+    families = [family for family in options.families for _ in range(phase.shares[family])]
     rows = []
     for index in range(options.round_problems):
         family = families[index % len(families)]
         difficulty = levels[family] if rng.random() < 0.5 else rng.randint(1, levels[family])
-        redundancy = min(options.max_redundancy, draw_redundancy(rng, levels[family]))
+        redundancy = min(options.max_redundancy, draw_redundancy(rng, levels[family], phase))
         while True:
             problem = generate(family, rng.randrange(2**40), difficulty, redundancy)
             prompt, chain = [BOS_ID, *encode(problem.prompt)], [*encode(problem.chain), EOS_ID]
-            if len(prompt) + len(chain) <= options.max_length:
+            if len(prompt) + len(chain) <= phase.max_length:
                 break
             difficulty -= 1
         rows.append((family, prompt + chain, [_NO_LOSS] * len(prompt) + chain))
@@ -303,11 +333,11 @@ def draw_batches(
     return batches
 
 
-def draw_redundancy(rng: Random, level: int) -> int:
+def draw_redundancy(rng: Random, level: int, phase: Phase) -> int:
     """Mostly none while a family is new, since it teaches little and takes most tokens; later any amount."""
     if level <= _FIRST_LEVEL:
         return rng.choice((0, 0, 0, 0, 0, 0, 1, 2))
-    return rng.randint(0, 1) if rng.random() < 0.5 else rng.randint(0, MAX_REDUNDANCY)
+    return rng.randint(0, 1) if rng.random() < phase.little else rng.randint(0, phase.highest)
 
 
 if __name__ == "__main__":

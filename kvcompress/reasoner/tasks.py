@@ -72,7 +72,7 @@ def generate(family: str, seed: int, difficulty: int = 4, redundancy: int = DEFA
         family: one of ``FAMILIES``.
         seed: negative for evaluation, 0 to 2**40 - 1 for training.
         difficulty: 1 to 10; prompt and chain have about 150 characters per level at the default redundancy.
-        redundancy: 0 to 6 restatements of every step; from 1 on, comments in the prompt.
+        redundancy: 0 to 9 restatements of every step; from 1 on, comments in the prompt.
 
     Raises:
         KVCompressError: naming the argument that is out of range.

@@ -17,10 +17,11 @@ LABELS = string.ascii_uppercase
 SYMBOLS = "=+-*,;:?>.()#/!"
 ALPHABET = NAMES + LABELS + string.digits + SYMBOLS
 
-MAX_REDUNDANCY = 6
+MAX_REDUNDANCY = 9
 # The filler before a restatement is a function of its number, so that the chain of a problem is unique and a model can
 # be asked for every character of it.
-FILLERS = ("", "so", "ok", "hmm", "wait", "well", "check")
+FILLERS = ("", "so", "ok", "hmm", "wait", "well", "check", "again", "indeed", "surely")
+COMMENTS = ("so", "ok", "hmm", "wait", "well", "check")
 COMMENT_SHARE = 0.25
 
 
@@ -63,7 +64,7 @@ def prompt_text(tag: str, draft: Draft, redundancy: int, rng: Random) -> str:
     for statement in draft.statements:
         parts.append(f"{statement};")
         if redundancy and rng.random() < COMMENT_SHARE:
-            parts.append(f"#{rng.choice(FILLERS[1:])};")
+            parts.append(f"#{rng.choice(COMMENTS)};")
     parts.append(f"?{draft.query}:")
     return "".join(parts)
 
