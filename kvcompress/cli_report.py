@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-Folders = Annotated[list[Path], typer.Argument(metavar="RUN_FOLDER...", help="Folders that kvcompress eval wrote.")]
+Folders = Annotated[list[Path], typer.Argument(metavar="RUN_FOLDER", help="Folders that kvcompress eval wrote.")]
 
 
 def report(

@@ -310,13 +310,13 @@ def test_one_task_needs_no_mean_and_a_run_that_goes_on_says_so(tmp_path):
 
 
 def test_runs_are_joined_and_a_sample_counts_once(tmp_path):
-    """The full cache is in both; equal bytes of 0.25 are not the budget of 0.25 tokens."""
+    """The full cache is in both; 48 bytes are not a budget of 48 tokens."""
     synthetic(tmp_path / "a", recipes=("full", "snapkv"))
     synthetic(tmp_path / "b", recipes=("full", "snapkv", "int4"), budgets=("48",), by_bytes=True)
     panel = load_results([tmp_path / "a", tmp_path / "b"]).panels[1]
-    found = {(point.recipe, point.budget): point.problems for point in panel.points}
+    found = {(point.recipe, point.budget): (point.problems, point.samples) for point in panel.points}
     names = [("full", "-"), ("snapkv", "48"), ("snapkv", "64"), ("snapkv", "bytes:48"), ("int4", "bytes:48")]
-    assert found == dict.fromkeys(names, 12)
+    assert found == dict.fromkeys(names, (12, 12))
     assert load_results([tmp_path / "b", tmp_path / "a"], at="bytes:48").at == "bytes:48"
     assert load_results([tmp_path / "b"]).at == "48"
 

@@ -15,6 +15,17 @@ _PANEL = (6.2, 4.2)
 _FRONT: dict[str, Any] = {"color": "#b0b4b8", "linewidth": 5.0, "solid_capstyle": "round", "zorder": 1.0, "alpha": 0.75}
 # Labels this close in height would overlap; more of them than fit are left to the legend.
 _GAP, _MOST = 0.052, 18
+# Of a name from its point, in points: to the right, to the left, below, above, and so on.
+_OFFSETS = (
+    ((8, -1), "left", "center"),
+    ((-8, -1), "right", "center"),
+    ((0, -9), "center", "top"),
+    ((0, 8), "center", "bottom"),
+    ((8, -9), "left", "top"),
+    ((-8, -9), "right", "top"),
+    ((-8, 8), "right", "bottom"),
+    ((0, -20), "center", "top"),
+)
 # Where it belongs (bytes, %), what it says, and the colour of what it names.
 _Label = tuple[float, float, str, str]
 
@@ -133,16 +144,8 @@ def _label_singles(axes: Any, singles: Sequence[_Label], points: Sequence[tuple[
     taken += [Text.get_window_extent(label, renderer) for label in axes.texts]
     inside = axes.get_window_extent(renderer)
     for x, y, recipe, _ in sorted(singles, key=lambda single: single[1]):
-        for offset, across, along in (
-            ((0, -9), "center", "top"),
-            ((0, 8), "center", "bottom"),
-            ((9, -1), "left", "center"),
-            ((-9, -1), "right", "center"),
-            ((8, -9), "left", "top"),
-            ((-8, -9), "right", "top"),
-            ((-8, 8), "right", "bottom"),
-            ((0, -20), "center", "top"),
-        ):
+        # At the top the reference line and the front run to the right.
+        for offset, across, along in _OFFSETS if y < 95 else _OFFSETS[2:]:
             look = {"ha": across, "va": along, "fontsize": 8, "color": INK, "zorder": 4}
             label = haloed(axes.annotate(plain(recipe), (x, y), offset, textcoords="offset points", **look))
             box = label.get_window_extent(renderer)

@@ -79,7 +79,6 @@ th, td { padding: .15rem .6rem; border-bottom: 1px solid #dadce0; text-align: ri
 thead th { border-bottom: 2px solid #5f6368; }
 th[scope=row], .name { text-align: left; }
 th[scope=row] { font-weight: normal; }
-td.name { overflow-wrap: anywhere; }
 code, pre { font: .8rem/1.4 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
 pre { background: #f1f3f4; padding: .6rem; }
 @media print {
