@@ -225,7 +225,6 @@ def test_missing_weights_are_named(tmp_path):
         load(folder=tmp_path)
 
 
-@pytest.mark.skipif(not (WEIGHTS / "model.safetensors").exists(), reason="the weights have not been trained yet")
 def test_bundled_weights_solve_held_out_problems():
     model, tokenizer = load()
     assert model.dtype == torch.float32

@@ -103,13 +103,16 @@ class Phase:
 
 
 # First, programs take the most practice: looking up statements, looking up values, and arithmetic. Then the others
-# catch up, and problems grow longer.
+# catch up, and problems grow longer. In the end, more of the one thing that is learned last: to stop at the label that
+# the query names, although the prompt has the next one.
 _FIRST_SHARES = {"program": 2, "interleaved": 2, "sort": 1, "store": 1}
 _LATE_SHARES = {"program": 2, "interleaved": 1, "sort": 2, "store": 2}
+_LAST_SHARES = {"program": 1, "interleaved": 5, "sort": 1, "store": 1}
 _PHASES = (
     Phase(0.0, _FIRST_SHARES, little=1 / 2, highest=6, max_length=1600),
     Phase(0.5, _LATE_SHARES, little=1 / 3, highest=6, max_length=1600),
     Phase(0.7, _LATE_SHARES, little=1 / 3, highest=9, max_length=1800),
+    Phase(0.95, _LAST_SHARES, little=2 / 3, highest=9, max_length=1800),
 )
 
 
