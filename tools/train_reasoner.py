@@ -286,6 +286,8 @@ class Training:
         )
         model.save_pretrained(folder)
         build_tokenizer().save_pretrained(folder)
+        for file in folder.iterdir():
+            file.chmod(0o644)
         print(json.dumps({"exported": str(folder), **asdict(self.progress)}))
 
     def log(self, line: str) -> None:
