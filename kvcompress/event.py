@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvcompress.kernels.precision import coarse
 from kvcompress.kernels.replace_slots import plan_replacement, replace_slots, take
 from kvcompress.kernels.value_statistics import value_statistic
 from kvcompress.layout import Event, RowState
@@ -156,7 +157,7 @@ class _Event:
         for name in self.store.pipeline.statistics:
             # Of tokens that leave the buffer, once; for the others it is known.
             known, _ = self._apart(fresh[f"statistic.{name}"])
-            leaving = value_statistic(self._apart(self._values(fresh))[1], name)
+            leaving = coarse(value_statistic(self._apart(self._values(fresh))[1], name))
             rounded = leaving.clamp_max(torch.finfo(known.dtype).max).to(known.dtype)
             both = [rounded, known] if self.leaving_first else [known, rounded]
             fresh[f"statistic.{name}"] = torch.cat(both, dim=2)

@@ -19,6 +19,7 @@ from kvcompress.errors import KVCompressError
 from kvcompress.kernels.gumbel_scores import gumbel_scores, token_words
 from kvcompress.kernels.normal_matrix import normal_matrix
 from kvcompress.kernels.philox import stream_of, to_gumbel, to_uniform
+from kvcompress.kernels.precision import coarse
 from kvcompress.kernels.value_statistics import Statistic, value_statistic
 from kvcompress.kernels.window_scores import window_scores
 
@@ -83,9 +84,12 @@ class TokenStatistics:
         return function(self.keys, self.values)
 
     def value_statistic(self, statistic: Statistic) -> Tensor:
-        """(rows, kv_heads, N) float32; see :func:`kvcompress.kernels.value_statistics.value_statistic_reference`."""
+        """(rows, kv_heads, N) float32, rounded to rank by: see
+        :func:`kvcompress.kernels.value_statistics.value_statistic_reference` and
+        :func:`kvcompress.kernels.precision.coarse`.
+        """
         if statistic not in self.known:
-            self.known[statistic] = value_statistic(self.values, statistic)
+            self.known[statistic] = coarse(value_statistic(self.values, statistic))
         return self.known[statistic]
 
     def window_scores(self, window: int | None = None, temperature: float = 1.0) -> Tensor:

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from kvcompress.kernels.precision import coarse
 from kvcompress.scoring import TokenStatistics
 from kvcompress.stages import ScoreStage
 
@@ -17,4 +18,4 @@ class KeyNorm(ScoreStage):
     nonnegative: ClassVar[bool] = False
 
     def score(self, tokens: TokenStatistics) -> Tensor:
-        return -tokens.per_token(lambda keys, _: keys.float().norm(dim=-1))
+        return -tokens.per_token(lambda keys, _: coarse(keys.float().norm(dim=-1)))

@@ -144,10 +144,10 @@ class MixedOracle(Oracle):
         return {name for stage in self.config.stages for name in stage.statistics}
 
     def _statistic(self, value: Tensor, name: str) -> float:
-        """Rounded to the type of the slots, when the token leaves the buffer."""
+        """Rounded to 11 bits, then to the type of the slots, when the token leaves the buffer."""
         numbers = value.double()
         number = {"range": numbers.max() - numbers.min(), "absmax": numbers.abs().max()}[name]
-        return float(number.float().to(self.dtype))
+        return float(number.half().to(self.dtype))
 
     def _token_statistics(self, layer: int, candidates: list[list[int]], scaling: float) -> TokenStatistics:
         def stacked(part: int) -> Tensor:

@@ -85,18 +85,6 @@ def folder(finished, tmp_path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
-@pytest.fixture
-def ties_are_ties(monkeypatch):
-    """Rounds value statistics, as seen by recipes that rank by them, so that equal tokens are ranked by position.
-
-    In the first layer a token has the same value vector wherever it stands, but for rounding, which a batch of another
-    shape does in another way; which of two equal characters is kept would be decided by that.
-    """
-    for module in (kvcompress.event, kvcompress.scoring):
-        exact = module.value_statistic
-        monkeypatch.setattr(module, "value_statistic", lambda *a, exact=exact: (exact(*a) * 4096).round() / 4096)
-
-
 def samples_of(folder: Path) -> bytes:
     return (folder / "samples.jsonl").read_bytes()
 
@@ -109,7 +97,6 @@ def samples_of(folder: Path) -> bytes:
     [{"problems": 5, "temperature": 0.0, "top_p": 1.0}, {"problems": 3, "samples": 2, **SAMPLED}],
     ids=["greedy", "sampled"],
 )
-@pytest.mark.usefixtures("ties_are_ties")
 def test_the_batch_size_changes_nothing(tmp_path, changes):
     common = {"recipes": RECIPES, "tasks": ["program:1"], "budgets": ["36"], "max_new_tokens": 40, **changes}
     alone = run(tmp_path / "1", request(batch_size=1, **common))
@@ -121,7 +108,6 @@ def test_the_batch_size_changes_nothing(tmp_path, changes):
     assert len({sample["output"] for sample in samples}) > len(samples) / 2
 
 
-@pytest.mark.usefixtures("ties_are_ties")
 @pytest.mark.parametrize("recipe", ["full", "snapkv", "int4"])
 def test_greedy_answers_are_those_of_the_models_own_generate(recipe):
     model, tokenizer = model_and_tokenizer()
@@ -143,7 +129,6 @@ def test_greedy_answers_are_those_of_the_models_own_generate(recipe):
             assert answer.events == stats.events[0]
 
 
-@pytest.mark.usefixtures("ties_are_ties")
 def test_rows_that_have_finished_leave_the_batch():
     model, tokenizer = model_and_tokenizer()
     prompts = [tokenizer(f"p0:Aa={number};?a:A:")["input_ids"] for number in range(8)]
@@ -169,7 +154,6 @@ def test_rows_that_have_finished_leave_the_batch():
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_next", "gpt2", "opt"])
-@pytest.mark.usefixtures("ties_are_ties")
 def test_other_architectures_answer_alike_in_any_batch(kind):
     model = tiny(kind, attention="eager" if kind == "gpt_oss" else "sdpa")
     prompts = [prompt(length, seed=length)[0].tolist() for length in (5, 24, 11, 2)]

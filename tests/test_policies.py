@@ -263,11 +263,12 @@ def test_leverage_projection_has_unit_scale():
 def test_scores_of_single_vectors():
     tokens = make_tokens()
     keys, values = tokens.keys.double().numpy(), tokens.values.double().numpy()
-    close(KeyNorm().score(tokens), -np.sqrt((keys**2).sum(-1)))
-    close(ValueNorm().score(tokens), np.sqrt((values**2).sum(-1)))
-    close(ValueNorm(statistic="range").score(tokens), values.max(-1) - values.min(-1))
-    close(ValueNorm(statistic="absmax").score(tokens), np.abs(values).max(-1))
-    close(ValueNorm(statistic="var").score(tokens), values.var(-1, ddof=1))
+    # To 11 significant bits, as float16 has.
+    close(KeyNorm().score(tokens), -np.sqrt((keys**2).sum(-1)).astype(np.float16))
+    close(ValueNorm().score(tokens), np.sqrt((values**2).sum(-1)).astype(np.float16))
+    close(ValueNorm(statistic="range").score(tokens), (values.max(-1) - values.min(-1)).astype(np.float16))
+    close(ValueNorm(statistic="absmax").score(tokens), np.abs(values).max(-1).astype(np.float16))
+    close(ValueNorm(statistic="var").score(tokens), values.var(-1, ddof=1).astype(np.float16))
     close(Recency().score(tokens), tokens.positions.numpy().astype(float))
     close(Random().score(tokens), per_head(tokens, lambda row, head: uniforms_by_hand(tokens, row, head, "random")))
 
