@@ -90,6 +90,9 @@ def evaluate(
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, float16, bfloat16 or auto.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; the first GPU if there is one.")] = None,
+    storage: Annotated[
+        str | None, typer.Option(help="Of keys and values: model, float16 or bfloat16; by default 16 bits.")
+    ] = None,
     backend: Annotated[str, typer.Option(help="auto, triton, flash_attn or torch.")] = "auto",
     output_dir: Folder = Path("eval-output"),
     as_json: AsJson = False,
@@ -124,6 +127,7 @@ def evaluate(
         chat=False if no_chat else None,
         batch_size=batch_size,
         dtype=dtype,
+        storage=storage,
         backend=backend,
     )
     rivals = _listed(against)

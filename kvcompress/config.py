@@ -32,6 +32,8 @@ from kvcompress.stages import (
     registered_stages,
 )
 
+Storage = Literal["model", "float16", "bfloat16"]
+
 _RECIPES = "kvcompress.configs"
 _StageT = TypeVar("_StageT", bound=Stage)
 
@@ -64,7 +66,7 @@ class CompressionConfig(BaseModel):
     seed: int = Field(0, ge=0, lt=2**64)
     prefill: Literal["compress", "defer"] = "compress"
     check_finite: bool = True
-    storage: Literal["model", "float16", "bfloat16"] = "model"
+    storage: Storage = "model"
     stages: tuple[SerializeAsAny[Stage], ...] = ()
 
     @field_validator("budget", mode="before")

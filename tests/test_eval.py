@@ -442,14 +442,17 @@ def test_lines_that_are_no_samples_are_named(folder, line):
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
-def test_equal_bytes(tmp_path):
+@pytest.mark.parametrize("storage", [None, "model"])
+def test_equal_bytes(tmp_path, storage):
     recipes = ["full", "snapkv", "int4", "vase-attnv-int4", "kivi"]
-    sizes = {"buffer": 32, "budgets": (), "equal_bytes": ["0.6", "0.7", "1KiB"], "problems": 2}
+    sizes = {"buffer": 32, "budgets": (), "equal_bytes": ["0.6", "0.7", "1KiB"], "problems": 2, "storage": storage}
     asked = request(recipes=recipes, tasks=["program:1"], context=400, **sizes)
     document = evaluate(asked, tmp_path, lambda: model_and_tokenizer(head_dim=32))
     shapes = layer_shapes(model_and_tokenizer(head_dim=32)[0].config)
     cells = {(cell["recipe"], cell["budget"]): kvcompress.load_config(cell["config"]) for cell in document["cells"]}
-    full = cache_bytes(kvcompress.load_config("full"), shapes, 400, dtype="float32")
+    # 16 bits unless told otherwise.
+    full = cache_bytes(kvcompress.load_config("full"), shapes, 400, dtype="float32" if storage else "float16")
+    assert {config.storage for config in cells.values()} == {storage or "float16"}
     # kivi has nothing to choose, so it is evaluated once.
     assert set(cells) == {("full", "-"), ("kivi", "-")} | {
         (recipe, budget) for recipe in ("snapkv", "int4", "vase-attnv-int4") for budget in ("0.6", "0.7")

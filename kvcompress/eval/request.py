@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self, cast, get_args
 
 from kvcompress.compare import comparison_configs
-from kvcompress.config import CompressionConfig
+from kvcompress.config import CompressionConfig, Storage
 from kvcompress.errors import KVCompressError
 from kvcompress.eval.generation import Sampling
 from kvcompress.eval.tasks import Task, parse_task
@@ -46,6 +46,8 @@ class EvalRequest:
         max_new_tokens: of an answer; by default a quarter more than the longest reference, or 1024 without references.
         context: tokens that ratios are ratios of; by default prompt and reference of the longest problem.
         chat: as in :func:`kvcompress.models.encode_prompt`.
+        storage: type of the slots of recipes that don't say it; by default 16 bits, float16 where the model computes in
+            float32, so that what takes fewer bits is compared with what models are served with.
         batch_size: answers side by side; decides speed and memory, and nothing but rounding otherwise.
     """
 
@@ -58,6 +60,7 @@ class EvalRequest:
     max_new_tokens: int | None
     context: int | None
     chat: bool | None
+    storage: Storage | None
     batch_size: int
     dtype: str | None
     backend: Backend
@@ -82,6 +85,7 @@ class EvalRequest:
         max_new_tokens: int | None = None,
         context: int | None = None,
         chat: bool | None = None,
+        storage: str | None = None,
         batch_size: int = 32,
         dtype: str | None = None,
         backend: str = "auto",
@@ -111,6 +115,8 @@ class EvalRequest:
                 raise KVCompressError(f"{field}: {value} must be at least 1")
         if backend not in get_args(Backend):
             raise KVCompressError(f"backend: {backend!r} is not one of {', '.join(get_args(Backend))}")
+        if storage is not None and storage not in get_args(Storage):
+            raise KVCompressError(f"storage: {storage!r} is not one of {', '.join(get_args(Storage))}")
         if not recipes:
             raise KVCompressError("recipes: none given; name at least one")
         if budgets and equal_bytes:
@@ -135,6 +141,7 @@ class EvalRequest:
             max_new_tokens=max_new_tokens,
             context=context,
             chat=chat,
+            storage=cast(Storage | None, storage),
             batch_size=batch_size,
             dtype=dtype,
             backend=cast(Backend, backend),
@@ -147,6 +154,7 @@ class EvalRequest:
             "dtype": self.dtype,
             "backend": self.backend,
             "chat": self.chat,
+            "storage": self.storage,
             "tasks": [task.settings for task in self.tasks],
             "problems": self.problems,
             "samples": self.samples,

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from kvcompress.config import CompressionConfig, load_config
+from kvcompress.config import CompressionConfig, Storage, load_config
 from kvcompress.environment import describe_device, versions
 from kvcompress.equal_bytes import solve_for_bytes
 from kvcompress.errors import ConfigError, KVCompressError
@@ -170,7 +170,7 @@ def plan_cells(
         longest = task.longest_prompt + task.max_new_tokens
         for setting in request.settings:
             try:
-                config, budget = _settled(setting, task, size)
+                config, budget = _settled(setting, task, size, request.storage)
                 check_codecs(config, model_config)
             except KVCompressError as error:
                 notes.append(f"left out: {setting.recipe} at {setting.budget} on {task.name}: {error}")
@@ -194,15 +194,20 @@ def plan_cells(
     return cells, notes
 
 
-def _settled(setting: Setting, task: _Prepared, size: ModelSize) -> tuple[CompressionConfig, str]:
+def _settled(
+    setting: Setting, task: _Prepared, size: ModelSize, storage: Storage | None
+) -> tuple[CompressionConfig, str]:
     """The recipe with everything filled in for a task, and the budget that it is listed under."""
     config, budget = setting.config, setting.budget
+    if config.storage == "model":
+        config = config.with_fields({"storage": storage or ("float16" if size.dtype == "float32" else "model")})
     if setting.target is None:
         config = config.resolve(task.context)
     else:
         target = setting.target
         if isinstance(target, float):
-            target = int(target * cache_bytes(CompressionConfig(), size.shapes, task.context, dtype=size.dtype))
+            full = CompressionConfig(storage=config.storage)
+            target = int(target * cache_bytes(full, size.shapes, task.context, dtype=size.dtype))
         solved = solve_for_bytes(config, size.shapes, task.context, target, size.dtype)
         config = solved.config
         budget = NO_BUDGET if solved.chosen == NOTHING_TO_CHOOSE else budget
