@@ -21,6 +21,7 @@ from kvcompress.errors import KVCompressError
 from kvcompress.kernels.backend import Backend
 from kvcompress.model import apply
 from kvcompress.models import SMOLLM2, load_model
+from kvcompress.reasoner import WEIGHTS
 from kvcompress.stats import CacheStats
 
 NAME = "kvcompress"
@@ -57,8 +58,13 @@ class CompressedLM(HFLM):
     ) -> None:
         given = dict(zip(_FIELDS, (budget, buffer, seed, prefill, storage), strict=True))
         config = load_config(recipe, {name: value for name, value in given.items() if value is not None})
-        if pretrained in (SMOLLM2, "reasoner"):
-            pretrained, kwargs["tokenizer"] = _packaged(pretrained, kwargs)
+        if pretrained == SMOLLM2:
+            pretrained, kwargs["tokenizer"] = load_model(
+                pretrained, dtype=kwargs.pop("dtype", None), device=kwargs.get("device")
+            )
+        elif pretrained == "reasoner":
+            pretrained = str(WEIGHTS)
+            kwargs.setdefault("dtype", "float32")
         super().__init__(pretrained=pretrained, **kwargs)
         self.handle = apply(self.model, config, context_length=context_length, backend=kernels)
 
@@ -75,15 +81,6 @@ class CompressedLM(HFLM):
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes beside the results: the whole recipe too."""
         return {**super().get_model_info(), "kvcompress": self.handle.config.model_dump(mode="json")}
-
-
-def _packaged(name: str, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    device, dtype = kwargs.get("device"), kwargs.pop("dtype", None)
-    if name == SMOLLM2:
-        return load_model(name, dtype=dtype, device=device)
-    from kvcompress import reasoner
-
-    return reasoner.load(device=device or "cpu")
 
 
 def _not_generative(kind: str) -> KVCompressError:
