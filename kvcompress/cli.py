@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shlex
 import sys
-import warnings
 from collections.abc import Sequence
-from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from kvcompress.cli_demo import demo
 from kvcompress.cli_eval import evaluate
+from kvcompress.cli_models import load_for_command
 from kvcompress.cli_plan import plan
 from kvcompress.cli_recipes import BAD_INPUT, AsJson, print_json, recipes_app
 from kvcompress.cli_report import report
+from kvcompress.cli_reproduce import reproduce
 from kvcompress.config import load_config
 from kvcompress.errors import ConfigError, KVCompressError
 from kvcompress.quantities import BYTES, parse_quantity
 
-# Tokens that the two steps of the demo generate: minutes on two cores, and enough for the cache to be 4x smaller.
-_DEMO_TOKENS = (96, 128)
 INTERRUPTED = 130
 # typer has its own copy of click in newer releases; either way this is the base of all usage errors.
 _UsageError: Any = typer.BadParameter.__mro__[2]
@@ -65,8 +62,10 @@ app = typer.Typer(
 )
 app.add_typer(recipes_app, name="recipes")
 app.command("plan")(plan)
+app.command("demo")(demo)
 app.command("eval")(evaluate)
 app.command("report")(report)
+app.command("reproduce")(reproduce)
 
 
 def main() -> None:
@@ -80,7 +79,7 @@ def _complain(message: str) -> int:
 
 
 Prompt = Annotated[str | None, typer.Argument(help="The prompt; - reads standard input.", show_default=False)]
-Model = Annotated[str, typer.Option("--model", "-m", help="Hub id, local folder, .gguf file, or smollm2.")]
+Model = Annotated[str, typer.Option("--model", "-m", help="Hub id, local folder, .gguf file, reasoner or smollm2.")]
 File = Annotated[str | None, typer.Option("--file", "-f", help="Read the prompt from this file (- is standard input).")]
 System = Annotated[str | None, typer.Option(help="System message for the chat template.")]
 NoChat = Annotated[bool, typer.Option("--no-chat", help="Pass the prompt as it is, without the chat template.")]
@@ -155,7 +154,7 @@ def generate(
     config = load_config(recipe, overrides)
     text = console.read_prompt(prompt, file)
 
-    loaded, tokenizer = _load(model, dtype, device)
+    loaded, tokenizer = load_for_command(model, dtype, device)
     chosen = _parse_backend(backend, loaded.device)
     from kvcompress.environment import versions
     from kvcompress.generation import TimedStreamer
@@ -257,7 +256,7 @@ def compare(
     if output_dir is not None:
         _make_folder(output_dir)
 
-    loaded, tokenizer = _load(model, dtype, device)
+    loaded, tokenizer = load_for_command(model, dtype, device)
     chosen = _parse_backend(backend, loaded.device)
     from kvcompress.models import encode_prompt
     from kvcompress.report import comparison_document, write_figure, write_json
@@ -317,61 +316,12 @@ def lm_eval(context: typer.Context) -> None:
 
 
 @app.command()
-def demo(
-    output_dir: Annotated[Path, typer.Option("--output-dir", "-o", help="Where the results go.")] = Path("demo-output"),
-) -> None:
-    """Show it on SmolLM2-135M: an answer out of a cache four times smaller, then recipes at equal budget."""
-    common = ["--file", str(files("kvcompress") / "demo_prompt.txt"), "--budget", "160", "--set", "buffer=16"]
-    answer, compared = _DEMO_TOKENS
-    steps = [
-        (
-            "1/2  SmolLM2-135M answers a question about a text of 760 tokens; vase-attnv keeps 160 of them per head.\n"
-            "     So small a model makes things up with any cache: see which of the facts survive.",
-            ["generate", *common, "--recipe", "vase-attnv", "--max-new-tokens", str(answer)],
-        ),
-        (
-            "2/2  The full cache answers, then seven recipes predict that answer token by token.",
-            ["compare", *common, "--max-new-tokens", str(compared), "--output-dir", str(output_dir)],
-        ),
-    ]
-    for title, arguments in steps:
-        print(f"\n{title}\n$ {shlex.join(['kvcompress', *arguments])}\n", flush=True)
-        try:
-            app(arguments)
-        except SystemExit as stop:
-            if stop.code:
-                raise typer.Exit(int(stop.code)) from None
-    print(f"\nDone. Figures: {output_dir / 'compare.json'}\n      Picture: {output_dir / 'compare.png'}")
-
-
-@app.command()
 def env() -> None:
     """Print versions, platform and devices, for a bug report."""
     from kvcompress.environment import bug_report
 
     for name, value in bug_report().items():
         print(f"{name + ':':<15} {value}")
-
-
-def _load(model: str, dtype: str | None, device: str | None) -> tuple[Any, Any]:
-    import transformers
-
-    from kvcompress import console
-    from kvcompress.models import SMOLLM2, load_model
-
-    # The libraries' own bars and notes would run through ours, and end up in the logs of those who redirect.
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    if model == SMOLLM2 or model.endswith(".gguf"):
-        # This bar alone doesn't obey the setting above.
-        from transformers import modeling_gguf_pytorch_utils as gguf_reader
-
-        if hasattr(gguf_reader, "tqdm"):
-            gguf_reader.tqdm = partial(gguf_reader.tqdm, disable=True)
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"transformers\..*")
-    with console.loading(model):
-        return load_model(model, dtype=dtype, device=device)
 
 
 def _warn_length(model: Any, tokens: int) -> None:

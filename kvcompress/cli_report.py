@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -40,9 +40,11 @@ def report(
     device: Annotated[str | None, typer.Option(help="Of the maps: cpu, cuda, cuda:1, ...")] = None,
 ) -> None:
     """Turn runs of ``kvcompress eval`` into one HTML file with figures and tables, and PNGs beside it."""
+    from kvcompress.cli_models import load_for_command
     from kvcompress.errors import KVCompressError
     from kvcompress.eval.records import open_folder
     from kvcompress.eval_report import load_results, record_maps, write_report
+    from kvcompress.eval_report.style import check_matplotlib
 
     given = {
         "--model": model,
@@ -55,6 +57,7 @@ def report(
     idle = [option for option, value in given.items() if value]
     if idle and not maps:
         raise KVCompressError(f"{', '.join(idle)}: only maps need it; add --maps")
+    check_matplotlib()
     results = load_results(folders, against=against, at=at)
     open_folder(output_dir)
     recordings = []
@@ -63,17 +66,11 @@ def report(
         source = model or made_with["request"]["model"]
         recordings = record_maps(
             results,
-            lambda: _load(source, made_with["model"]["dtype"], device),
+            lambda: load_for_command(source, made_with["model"]["dtype"], device),
             recipes=map_recipe or [],
             task=map_task,
             problem=map_problem,
             layers=map_layer or [],
         )
-    for path in write_report(results, output_dir, recordings=recordings, command=command.obj):
-        print(f"wrote {path}", file=sys.stderr)
-
-
-def _load(model: str, dtype: str, device: str | None) -> tuple[Any, Any]:
-    from kvcompress.cli_eval import _load as load
-
-    return load(model, dtype, device)
+    page, *figures = write_report(results, output_dir, recordings=recordings, command=command.obj)
+    print(f"wrote {page} and {len(figures)} figures beside it", file=sys.stderr)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import pty
+import shlex
 import shutil
 import signal
 import subprocess
@@ -21,6 +23,7 @@ from typer.testing import CliRunner
 import kvcompress
 from kvcompress.cli import app
 from kvcompress.compare import DEFAULT_RECIPES
+from kvcompress.reasoner import evaluation_seed, generate, grade
 
 SMALL = ("--budget", "24", "--set", "buffer=8")
 KVCOMPRESS = (sys.executable, "-c", "from kvcompress.cli import main; main()")
@@ -309,7 +312,7 @@ def test_compare_refuses_bad_input_before_a_model_is_loaded(no_model, arguments,
     assert message in refuses("compare", "w1", *arguments)
 
 
-# -- recipes, env, demo ------------------------------------------------------------------------------------------------
+# -- recipes, env ------------------------------------------------------------------------------------------------------
 
 
 def test_recipes_list_and_show():
@@ -356,17 +359,62 @@ def test_help_and_version():
     assert "bogus" in refuses("bogus")
 
 
-def test_demo_runs_both_steps_and_says_where_the_results_are(folder, tmp_path, monkeypatch):
-    from kvcompress import models
+# -- demo --------------------------------------------------------------------------------------------------------------
 
-    load = models.load_model
-    monkeypatch.setattr("kvcompress.cli._DEMO_TOKENS", (3, 3))
-    monkeypatch.setattr(models, "load_model", lambda source, **options: load(folder, **options))
-    result = succeeds("demo", "--output-dir", tmp_path / "out")
-    assert "$ kvcompress generate --file" in result.stdout
-    assert "$ kvcompress compare --file" in result.stdout
-    assert str(tmp_path / "out" / "compare.png") in result.stdout.splitlines()[-1]
-    assert (tmp_path / "out" / "compare.json").exists()
+
+@pytest.fixture
+def small_demo(monkeypatch):
+    """The demo at its smallest: one easy task, and few recipes."""
+    monkeypatch.setattr("kvcompress.cli_demo.RECIPES", "full,snapkv,vase-attnv,int4,vase-attnv-int4")
+    monkeypatch.setattr("kvcompress.cli_demo.DEFAULT_TASKS", "program:1:3,sort:1:3")
+    monkeypatch.setattr("kvcompress.cli_demo.EQUAL_BYTES", "0.6")
+
+
+def test_the_demo_shows_a_table_and_says_where_the_results_are(small_demo, tmp_path):
+    out = tmp_path / "out"
+    result = succeeds("demo", "--output-dir", out, "--problems", 2)
+    assert "$ kvcompress eval --recipe full,snapkv,vase-attnv,int4,vase-attnv-int4 --equal-bytes 0.6" in result.stdout
+    assert f"$ kvcompress report {out / 'run'} --maps" in result.stdout
+    table = result.stdout.split("\nall tasks")[1]
+    assert all(f" {recipe} " in table for recipe in ("full", "snapkv", "vase-attnv", "int4", "vase-attnv-int4"))
+    told = result.stdout.split("Done. Look at")[1]
+    named = [Path(word) for word in told.split() if word.startswith(str(out))]
+    assert len(named) == 4
+    assert all(path.is_file() for path in named)
+    # What it recommends is there: the options, and the recipes.
+    for line in told.splitlines():
+        if " eval " in line:
+            assert refuses(*shlex.split(line)[1:], "--problems", 0) == "problems: 0 must be at least 1"
+
+    again = succeeds("demo", "--output-dir", out, "--problems", 2)
+    assert again.stdout == result.stdout
+    assert "problems: the run in" in refuses_late("demo", "--output-dir", out, "--problems", 3)
+
+
+def test_the_demo_ends_with_the_error_of_its_step(small_demo):
+    assert "folder: /dev/null/x/run cannot be made" in refuses_late("demo", "--output-dir", "/dev/null/x")
+
+
+def test_without_matplotlib_the_demo_does_not_begin(no_model, tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find(name))
+    assert refuses("demo", "-o", tmp_path / "out") == "the report needs matplotlib: pip install matplotlib"
+    assert not (tmp_path / "out").exists()
+
+
+def refuses_late(*arguments) -> str:
+    """As ``refuses``, of a command that has told something already."""
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+    assert "Done" not in result.stdout
+    return result.stderr
+
+
+def test_generate_knows_the_bundled_reasoner():
+    problem = generate("sort", evaluation_seed(0), 1, 0)
+    arguments = ("generate", problem.prompt, "-m", "reasoner", "-r", "full", "-n", 200, "--temperature", 0)
+    assert grade(problem, succeeds(*arguments).stdout)
 
 
 # -- as a process ------------------------------------------------------------------------------------------------------

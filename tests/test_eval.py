@@ -32,7 +32,7 @@ from kvcompress.errors import KVCompressError
 from kvcompress.eval import EvalRequest, JsonTask, evaluate, parse_task, read_samples, read_timings, records, summarize
 from kvcompress.eval.generation import MAX_PERIOD, Sampling, answer_batch, choose, gumbel_noise, loop_of
 from kvcompress.eval.runner import fingerprint, sequence_bytes
-from kvcompress.eval.summary import estimate
+from kvcompress.eval.summary import ALL_TASKS, estimate, stratified_estimate
 from kvcompress.footprint import cache_bytes
 from kvcompress.plan import measure
 from kvcompress.reasoner.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCABULARY, build_tokenizer
@@ -639,7 +639,7 @@ def test_summary_against_plain_loops():
         {"recipe": "a", "budget": "1", "task": "t", "tokens": 30, "seconds": 2.0},
         {"recipe": "a", "budget": "1", "task": "t", "tokens": 10, "seconds": 3.0},
     ]
-    rows = summarize(samples, timings, against=["b"])
+    rows = [row for row in summarize(samples, timings, against=["b"]) if row.task != ALL_TASKS]
     assert len(rows) == 10
 
     def rates(recipe, budget, task):
@@ -655,8 +655,12 @@ def test_summary_against_plain_loops():
         assert row.samples == len(own)
         assert row.problems == len(rates(*cell))
         assert row.pass_at_1.mean == pytest.approx(statistics.mean(rates(*cell).values()))
-        assert row.loops == pytest.approx(sum(s["loop"] for s in own) / len(own))
-        assert row.unfinished == pytest.approx(sum(not s["finished"] for s in own) / len(own))
+        for share, of in ((row.loops, lambda s: s["loop"]), (row.unfinished, lambda s: not s["finished"])):
+            by_problem = [[of(s) for s in own if s["problem"] == p] for p in {s["problem"] for s in own}]
+            means = [statistics.mean(map(int, answers)) for answers in by_problem]
+            assert share.mean == pytest.approx(statistics.mean(means))
+            spread = statistics.pstdev(means) / math.sqrt(len(means))
+            assert share.standard_error == pytest.approx(spread, rel=0.05)
         for field in ("output_tokens", "kv_bytes", "tokens_kept"):
             assert getattr(row, field) == pytest.approx(statistics.mean(s[field] for s in own))
         assert row.tokens_per_second == (8.0 if cell == ("a", "1", "t") else None)
@@ -715,6 +719,65 @@ def test_a_paired_difference_is_sharper_than_two_errors():
     assert full.versus == {}
 
 
+def test_the_mean_over_tasks_against_plain_loops():
+    samples = made_up(random.Random(3))
+    rows = summarize(samples, against=["b"])
+    means = [row for row in rows if row.task == ALL_TASKS]
+    assert rows[-5:] == means
+    assert [(row.recipe, row.budget) for row in means] == [
+        ("full", "-"),
+        ("a", "1"),
+        ("a", "2"),
+        ("b", "1"),
+        ("b", "2"),
+    ]
+    for mean in means:
+        parts = [row for row in rows[:-5] if (row.recipe, row.budget) == (mean.recipe, mean.budget)]
+        assert [part.task for part in parts] == ["t", "u"]
+        assert (mean.problems, mean.samples) == (sum(p.problems for p in parts), sum(p.samples for p in parts))
+        for field in ("output_tokens", "kv_bytes", "tokens_kept"):
+            assert getattr(mean, field) == pytest.approx(statistics.mean(getattr(p, field) for p in parts))
+        estimates = [(mean.versus[name], [p.versus[name] for p in parts]) for name in mean.versus]
+        estimates += [
+            (getattr(mean, field), [getattr(p, field) for p in parts]) for field in ("pass_at_1", "loops", "unfinished")
+        ]
+        for whole, of_tasks in estimates:
+            assert whole.mean == pytest.approx(statistics.mean(e.mean for e in of_tasks))
+            # Tasks are independent of each other.
+            independent = math.hypot(*(e.standard_error for e in of_tasks)) / 2
+            assert whole.standard_error == pytest.approx(independent, rel=0.05)
+        assert set(mean.versus) == set(parts[0].versus)
+
+
+def test_the_stratified_bootstrap_is_what_a_plain_one_gives():
+    rng = random.Random(5)
+    strata = [[rng.random() ** power for _ in range(count)] for power, count in ((1, 40), (5, 12))]
+    draws = np.random.default_rng(0)
+    means = [
+        statistics.mean(statistics.mean(values[i] for i in draws.integers(len(values), size=len(values)))
+                        for values in strata)
+        for _ in range(4000)
+    ]  # fmt: skip
+    result = stratified_estimate(strata, 9)
+    assert result.mean == pytest.approx(statistics.mean(map(statistics.mean, strata)))
+    assert result.standard_error == pytest.approx(statistics.pstdev(means), rel=0.05)
+    # The same values in both tasks: drawn together, they would be as uncertain as one task alone.
+    alike = [[0.0, 1.0] * 50] * 2
+    single = estimate(alike[0], 9).standard_error
+    assert stratified_estimate(alike, 9).standard_error == pytest.approx(single / math.sqrt(2), rel=0.05)
+
+
+def test_what_lacks_a_task_has_no_mean_and_one_task_needs_none():
+    samples = [s for s in made_up(random.Random(3)) if s["recipe"] != "a" or s["task"] == "t"]
+    means = [row.recipe for row in summarize(samples) if row.task == ALL_TASKS]
+    assert means == ["full", "b", "b"]
+    assert all(row.task == "t" for row in summarize(s for s in samples if s["task"] == "t"))
+    # A file of that name is a task like any other.
+    named = [{**s, "task": ALL_TASKS} if s["task"] == "u" else s for s in samples]
+    assert sum(row.task == ALL_TASKS for row in summarize(named)) == 3
+    assert sum(row.task == ALL_TASKS and row.problems > 30 for row in summarize(named)) == 0
+
+
 def test_summaries_of_nothing_and_against_nobody():
     assert summarize([]) == []
     with pytest.raises(KVCompressError, match=r"^against: 'c' is none of the recipes full, a, b$"):
@@ -749,10 +812,10 @@ def test_tables_are_not_cut_off(folder, monkeypatch, columns):
         "--temperature", 1.0, "--top-p", 0.95, "--batch-size", 4, "-o", folder,
     )  # fmt: skip
     assert result.exit_code == 0, result.stderr
-    assert len(list(summary_tables(rows))) == 2
+    assert len(list(summary_tables(rows))) == 3
     assert "…" not in result.stdout
-    assert result.stdout.count(" vase-attnv ") == 2
-    assert result.stdout.count("pass@1 in %") == 1
+    assert result.stdout.count(" vase-attnv ") == 3
+    assert result.stdout.count("pass@1, loops and cut in %") == 1
 
 
 def test_command_line_end_to_end(text_model, tmp_path):
@@ -767,12 +830,13 @@ def test_command_line_end_to_end(text_model, tmp_path):
     assert set(rows) == {"full", "snapkv", "vase-attnv"}
     assert [rows[name]["samples"] for name in rows] == [8, 8, 8]
     assert set(rows["vase-attnv"]["versus"]) == {"full", "snapkv"}
-    assert rows["full"]["unfinished"] == 1.0
+    assert rows["full"]["unfinished"] == {"mean": 1.0, "standard_error": 0.0}
     assert rows["snapkv"]["kv_bytes"] < rows["full"]["kv_bytes"]
     assert rows["full"]["tokens_per_second"] > 0
     assert set(document["definitions"]) == {
         *(name for name in rows["full"] if name not in ("recipe", "budget", "task", "problems", "samples")),
         "standard_error",
+        "all_tasks",
     }  # fmt: skip
     assert json.loads((tmp_path / "out/summary.json").read_text()) == document
     again = invoke(*command)

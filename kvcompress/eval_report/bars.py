@@ -17,8 +17,8 @@ def ablation_points(panel: Panel, at: str) -> list[Point]:
     return sorted(points, key=lambda point: (-point.accuracy.mean, point.recipe))
 
 
-def draw_ablation(panel: Panel, at: str, reference: str | None) -> bytes:
-    """PNG: bars of accuracy at the left, paired differences at the right."""
+def draw_ablation(panel: Panel, at: str, at_budget: str, reference: str | None) -> bytes:
+    """PNG: bars of accuracy at the left, paired differences at the right; ``at_budget`` is ``at`` in words."""
     points = ablation_points(panel, at)
     names = 0.35 + 0.085 * max((len(point.recipe) for point in points), default=8)
     height = 1.3 + 0.3 * len(points)
@@ -29,7 +29,7 @@ def draw_ablation(panel: Panel, at: str, reference: str | None) -> bytes:
     figure.text(
         0.12 / width,
         1 - 0.22 / height,
-        plain(f"{panel.name}: recipes at budget {at}"),
+        plain(f"{panel.name}: recipes at {at_budget}"),
         fontsize=12,
         fontweight="bold",
         va="center",
@@ -38,11 +38,11 @@ def draw_ablation(panel: Panel, at: str, reference: str | None) -> bytes:
     if reference is not None:
         right = figure.add_axes(((names + 6.0) / width, bottom, 2.8 / width, tall), sharey=left)
         _draw_differences(right, points, reference)
-    families = sorted({point.family for point in points})
+    families = [family for family in FAMILIES if any(point.family == family for point in points)]
     from matplotlib.patches import Patch
 
     looks = [Patch(facecolor=FAMILIES[f].color, hatch=FAMILIES[f].hatch, edgecolor="white", label=f) for f in families]
-    figure.legend(handles=looks, loc="lower left", ncols=4, frameon=False, fontsize=8.5, handlelength=2.4)
+    figure.legend(handles=looks, loc="lower left", ncols=4, frameon=False, fontsize=9, handlelength=2.4)
     return to_png(figure)
 
 
@@ -53,16 +53,18 @@ def _draw_bars(axes: Any, points: Sequence[Point]) -> None:
         axes.barh(place, mean, height=0.68, color=look.color, hatch=look.hatch, edgecolor="white", linewidth=0)
         axes.errorbar(mean, place, xerr=error, fmt="none", ecolor="white", elinewidth=3.2, capsize=4, capthick=3.2)
         axes.errorbar(mean, place, xerr=error, fmt="none", ecolor=INK, elinewidth=1.2, capsize=3)
-        axes.annotate(
-            f"{mean:.1f} ± {error:.1f}   {format_bytes(point.kv_bytes)}",
-            (100, place),
-            (8, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-            color=INK,
-            annotation_clip=False,
-        )
+        for text, offset in ((f"{mean:.1f} ± {error:.1f}", 64), (format_bytes(point.kv_bytes), 122)):
+            axes.annotate(
+                text,
+                (100, place),
+                (offset, 0),
+                textcoords="offset points",
+                ha="right",
+                va="center",
+                fontsize=9,
+                color=INK,
+                annotation_clip=False,
+            )
     axes.set_xlim(0, 100)
     axes.set_ylim(len(points) - 0.5, -0.5)
     axes.set_yticks(range(len(points)), [plain(point.recipe) for point in points])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,42 +11,26 @@ from kvcompress.compare import Estimate
 from kvcompress.environment import versions
 from kvcompress.errors import KVCompressError
 from kvcompress.eval.records import open_folder
-from kvcompress.eval.summary import DEFINITIONS
-from kvcompress.eval_report.accuracy import draw_accuracy, front_of
+from kvcompress.eval.summary import ALL_TASKS, DEFINITIONS
+from kvcompress.eval_report.accuracy import draw_accuracy, draw_overview, front_of
 from kvcompress.eval_report.bars import ablation_points, draw_ablation
-from kvcompress.eval_report.html import Markup, element, figure, page, table
+from kvcompress.eval_report.html import Markup, Writer, element, page, slug, table
 from kvcompress.eval_report.loops import draw_loops
-from kvcompress.eval_report.pictures import draw_map, draw_spreads, limits
+from kvcompress.eval_report.map_sections import map_sections
 from kvcompress.eval_report.recording import Recording
-from kvcompress.eval_report.results import MEAN, Panel, Point, Results, Run
+from kvcompress.eval_report.results import Panel, Point, Results, Run
 from kvcompress.report import format_bytes
 
 REPORT = "report.html"
-# Of a map, as rows of its table; thousands of them, of thousands of positions each, would be no table.
-_MOMENTS = 12
 UNCERTAINTY = (
-    f"Accuracy is pass@1: {DEFINITIONS['pass_at_1']}. What follows ± is one standard error, the "
-    f"{DEFINITIONS['standard_error']}, so all samples of a problem are drawn together. A paired difference is the "
+    f"Accuracy is pass@1: {DEFINITIONS['pass_at_1']}. What follows ± is one standard error: the "
+    f"{DEFINITIONS['standard_error']}. All samples of a problem are drawn together. A paired difference is the "
     "mean, over the problems that both recipes have, of the difference of a problem's pass rates, with its standard "
-    "error by the same bootstrap: what makes a problem hard for both cancels out. In a mean over tasks every task "
-    "counts alike, and the error is the root sum of squares of the tasks' errors over their number. An error of 0 "
+    f"error by the same bootstrap: what makes a problem hard for both cancels out. {ALL_TASKS.capitalize()}: "
+    f"{DEFINITIONS['all_tasks']}. An error of 0 "
     "means that all problems came out alike, not that there is no uncertainty. The Pareto front is that of the means: "
     "points within their errors of it may belong to it as well, and the best of many recipes was also lucky."
 )
-
-
-class _Writer:
-    """Puts figures into the page and beside it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.files: list[Path] = []
-
-    def figure(self, name: str, png: bytes, alternative: str, caption: str) -> Markup:
-        path = self.folder / f"{name}.png"
-        path.write_bytes(png)
-        self.files.append(path)
-        return figure(png, alternative, caption)
 
 
 def write_report(
@@ -70,15 +53,14 @@ def write_report(
         KVCompressError: if the folder cannot be written, or matplotlib is not installed.
     """
     open_folder(folder)
-    writer = _Writer(folder)
+    writer = Writer(folder)
     try:
         content = [
             *_summary(results),
             *_accuracy(writer, results),
             *_ablation(writer, results),
             *_loops(writer, results),
-            *_maps(writer, recordings),
-            *_spreads(writer, recordings),
+            *map_sections(writer, recordings),
             element("h2", "How sure the figures are"),
             element("p", UNCERTAINTY),
             *_runs(results.runs, command),
@@ -92,7 +74,7 @@ def write_report(
 
 def _summary(results: Results) -> list[Markup]:
     first = results.runs[0].about
-    panels = [panel for panel in results.panels if panel.name != MEAN]
+    panels = [panel for panel in results.panels if panel.name != ALL_TASKS]
     counts = "; ".join(
         f"{panel.name}: {_span([p.problems for p in panel.points])} problems, "
         f"{_span([p.samples for p in panel.points])} samples per recipe and budget"
@@ -119,20 +101,29 @@ def _span(counts: Sequence[int]) -> str:
 # -- sections ----------------------------------------------------------------------------------------------------------
 
 
-def _accuracy(writer: _Writer, results: Results) -> list[Markup]:
-    picture = writer.figure(
-        "accuracy",
-        draw_accuracy(results.panels),
-        "Accuracy against bytes of KV cache per sequence, one panel per task; all numbers are in the tables below.",
-        "Accuracy against bytes of KV cache per sequence, ± 1 standard error. Up and to the left is better. A line "
-        "joins the budgets of one recipe; colour, marker and line style tell families apart. Dotted: full cache, with "
-        "its error as a band. Thick grey: Pareto front, the best accuracy that so many bytes buy.",
-    )
-    return [
+def _accuracy(writer: Writer, results: Results) -> list[Markup]:
+    first, tasks = results.panels[0], results.panels[1:]
+    content = [
         element("h2", "Accuracy against bytes per sequence"),
-        picture,
-        *(_accuracy_table(panel, results.reference) for panel in results.panels),
+        writer.figure(
+            "accuracy",
+            draw_overview(first),
+            f"Accuracy against bytes of KV cache per sequence, {first.name}; all numbers are in the table below.",
+            f"{first.name}: accuracy against bytes of KV cache per sequence, ± 1 standard error. Up and to the left is "
+            "better. A line joins the budgets of one recipe. An area is what the best of a family reaches with so many "
+            "bytes; thick grey is the Pareto front of all, whose recipes are named in bold. Dotted: the full cache.",
+        ),
+        _accuracy_table(first, results.reference),
     ]
+    if not tasks:
+        return content
+    picture = writer.figure(
+        "accuracy-tasks",
+        draw_accuracy(tasks),
+        "Accuracy against bytes of KV cache per sequence, one panel per task; all numbers are in the tables below.",
+        "The same, task by task.",
+    )
+    return [*content, picture, *(_accuracy_table(panel, results.reference) for panel in tasks)]
 
 
 def _accuracy_table(panel: Panel, reference: str | None) -> Markup:
@@ -159,22 +150,22 @@ def _accuracy_table(panel: Panel, reference: str | None) -> Markup:
     return table(f"Accuracy and bytes: {panel.name}", headings, rows, names=3)
 
 
-def _ablation(writer: _Writer, results: Results) -> list[Markup]:
-    content = [element("h2", f"Recipes at budget {results.at}")]
+def _ablation(writer: Writer, results: Results) -> list[Markup]:
+    content = [element("h2", f"Recipes at {results.at_budget}")]
     reference = results.reference
     for number, panel in enumerate(results.panels):
         points = ablation_points(panel, results.at)
         if not points:
-            content.append(element("p", f"{panel.name}: no recipe was run at budget {results.at}."))
+            content.append(element("p", f"{panel.name}: no recipe was run at {results.at_budget}."))
             continue
         against = f", and paired difference to {reference}" if reference else ""
         content.append(
             writer.figure(
-                f"ablation-{number}-{_slug(panel.name)}",
-                draw_ablation(panel, results.at, reference),
-                f"Accuracy per recipe at budget {results.at}, {panel.name}; the numbers are in the table below.",
-                f"{panel.name}: accuracy per recipe at budget {results.at}{against}, ± 1 standard error. Recipes "
-                "without a budget to choose are there too, at the bytes they take: bars don't compare equal bytes.",
+                f"ablation-{number}-{slug(panel.name)}",
+                draw_ablation(panel, results.at, results.at_budget, reference),
+                f"Accuracy per recipe at {results.at_budget}, {panel.name}; the numbers are in the table below.",
+                f"{panel.name}: accuracy per recipe at {results.at_budget}{against}, ± 1 standard error. Recipes "
+                "without anything to choose are there too, at the bytes that stand beside them.",
             )
         )
         headings = ["recipe", "family", "bytes per sequence", "pass@1, %"]
@@ -189,11 +180,11 @@ def _ablation(writer: _Writer, results: Results) -> list[Markup]:
             ]
             for point in points
         ]
-        content.append(table(f"Recipes at budget {results.at}: {panel.name}", headings, rows, names=2))
+        content.append(table(f"Recipes at {results.at_budget}: {panel.name}", headings, rows, names=2))
     return content
 
 
-def _loops(writer: _Writer, results: Results) -> list[Markup]:
+def _loops(writer: Writer, results: Results) -> list[Markup]:
     content = [
         element("h2", "Loops and unfinished answers"),
         element("p", f"Loop: {DEFINITIONS['loops']}. Unfinished: {DEFINITIONS['unfinished']}."),
@@ -201,99 +192,16 @@ def _loops(writer: _Writer, results: Results) -> list[Markup]:
     for number, panel in enumerate(results.panels):
         content.append(
             writer.figure(
-                f"loops-{number}-{_slug(panel.name)}",
+                f"loops-{number}-{slug(panel.name)}",
                 draw_loops(panel, results.budgets),
                 f"Share of looping and of unfinished answers by recipe and budget, {panel.name}; numbers in the table.",
                 f"{panel.name}: share of answers that end in a loop, and of answers cut off, by recipe and budget.",
             )
         )
-        rows = [
-            [p.recipe, p.budget, f"{p.samples:,}", f"{100 * p.loops:.1f}", f"{100 * p.unfinished:.1f}"]
-            for p in panel.points
-        ]
+        rows = [[p.recipe, p.budget, f"{p.samples:,}", _percent(p.loops), _percent(p.unfinished)] for p in panel.points]
         headings = ["recipe", "budget", "samples", "loops, %", "unfinished, %"]
         content.append(table(f"Loops and unfinished answers: {panel.name}", headings, rows, names=2))
     return content
-
-
-def _maps(writer: _Writer, recordings: Sequence[Recording]) -> list[Markup]:
-    if not recordings:
-        return []
-    content = [
-        element("h2", "Which tokens stay"),
-        element(
-            "p",
-            "Every recipe reads the same text: one problem and the answer that the model writes to it with its full "
-            "cache. Positions run to the right, time downwards, one line after the prompt and after every compression.",
-        ),
-    ]
-    for number, recording in enumerate(recordings):
-        name = f"{recording.recipe} {recording.budget}"
-        content.append(
-            writer.figure(
-                f"map-{number}-{_slug(recording.recipe)}",
-                draw_map(recording),
-                f"Positions that {name} holds over time, by layer and head; those held at the end are in the table.",
-                f"{name}: positions held by layer and KV head, over {recording.tokens:,} tokens of which "
-                f"{recording.prompt_tokens:,} are the prompt (left of the dashed line).",
-            )
-        )
-        prompt, last = recording.prompt_tokens, len(recording.seen) - 1
-        shown = sorted({round(last * k / (_MOMENTS - 1)) for k in range(_MOMENTS)})
-        rows = []
-        for layer in recording.kept[0]:
-            for head in range(len(recording.kept[0][layer])):
-                for moment in shown:
-                    seen, held = recording.seen[moment], recording.kept[moment][layer][head].tolist()
-                    of_prompt = sum(position < prompt for position in held)
-                    rows.append([f"{layer}", f"{head}", f"{seen:,}", f"{of_prompt:,}", f"{len(held) - of_prompt:,}",
-                                 ranges(held)])  # fmt: skip
-        headings = ["layer", "head", "tokens read", "held of the prompt", "held of the answer", "positions"]
-        moments = "" if len(shown) == last + 1 else f" ({len(shown)} of {last + 1:,} moments)"
-        content.append(table(f"Positions held: {name}{moments}", headings, rows, names=2))
-    return content
-
-
-def ranges(positions: Sequence[int]) -> str:
-    """Ascending numbers in short: ``0-3, 7, 9-10``."""
-    runs: list[list[int]] = []
-    for position in positions:
-        if runs and runs[-1][1] == position - 1:
-            runs[-1][1] = position
-        else:
-            runs.append([position, position])
-    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
-
-
-def _spreads(writer: _Writer, recordings: Sequence[Recording]) -> list[Markup]:
-    if not recordings:
-        return []
-    recording = next((r for r in recordings if r.thresholds), recordings[0])
-    name = f"{recording.recipe} {recording.budget}"
-    protects = "" if recording.thresholds else " It has no stage value_range, so there is no threshold to show."
-    rows = []
-    for layer, spreads in recording.spreads.items():
-        values = spreads.flatten().double()
-        found = [float(values.quantile(q)) for q in (0, 0.25, 0.5, 0.75, 1)]
-        limit = limits(recording, layer)
-        share = "" if limit is None else f"{100 * float((values >= limit[1]).double().mean()):.1f}"
-        thresholds = ["", "", ""] if limit is None else [f"{value:.4g}" for value in limit]
-        rows.append([f"{layer}", f"{len(values):,}", *(f"{value:.4g}" for value in found), *thresholds, share])
-    headings = ["layer", "vectors", "least", "25 %", "median", "75 %", "largest", "lowest threshold"]
-    headings += ["median threshold", "highest threshold", "at or above the median threshold, %"]
-    return [
-        element("h2", "Value ranges and what is protected"),
-        writer.figure(
-            "value-range",
-            draw_spreads(recording),
-            f"Histograms of the value {recording.statistic} per layer, with thresholds; numbers in the table below.",
-            f"{name}: {recording.statistic} of the value vector of every token and KV head (logarithmic), as the model "
-            "made them in this run. The threshold is the least among the candidates that the stage value_range "
-            "protected at an event in a head, tokens protected before it (sinks) aside: the median over events and "
-            f"heads, and the whole span.{protects}",
-        ),
-        table(f"Value {recording.statistic} per layer: {name}", headings, rows),
-    ]
 
 
 def _runs(runs: Sequence[Run], command: str | None) -> list[Markup]:
@@ -341,7 +249,3 @@ def _difference(point: Point, reference: str | None) -> str:
     if point.versus is None:
         return "reference" if point.recipe == reference else "-"
     return _percent(point.versus, "+.1f")
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:60]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 
 
 class Markup(str):
@@ -53,6 +55,25 @@ def figure(png: bytes, alternative: str, caption: str) -> Markup:
     data = base64.b64encode(png).decode()
     image = Markup(f'<img src="data:image/png;base64,{data}" alt="{escape(alternative)}">')
     return element("figure", image, element("figcaption", caption))
+
+
+class Writer:
+    """Puts figures into the page and beside it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files: list[Path] = []
+
+    def figure(self, name: str, png: bytes, alternative: str, caption: str) -> Markup:
+        path = self.folder / f"{name}.png"
+        path.write_bytes(png)
+        self.files.append(path)
+        return figure(png, alternative, caption)
+
+
+def slug(name: str) -> str:
+    """A name as part of the name of a file."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:60]
 
 
 def page(title: str, *content: object) -> str:

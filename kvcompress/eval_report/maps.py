@@ -65,7 +65,8 @@ def record_maps(
     limit = cells[0]["max_new_tokens"]
     answer = own_answer(model, prompt, key, ends=end_tokens(model, tokenizer), max_new_tokens=limit)
     places = _layers(model, layers)
-    return [
+    texts = [tokenizer.decode([token]) for token in (*prompt, *answer)]
+    recordings = [
         record(
             model,
             load_config(cell["config"]),
@@ -77,6 +78,9 @@ def record_maps(
         )
         for cell in cells
     ]
+    for recording in recordings:
+        recording.texts = texts
+    return recordings
 
 
 def _cells(results: Results, task: str, recipes: Sequence[str]) -> list[dict[str, Any]]:

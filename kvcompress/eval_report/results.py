@@ -7,10 +7,10 @@ other sampling, other limits. A sample that several runs have counts once.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,13 @@ from kvcompress.errors import KVCompressError
 from kvcompress.eval import Row, read_samples, read_timings, summarize
 from kvcompress.eval.records import RUN, key_of, read_run
 from kvcompress.eval.request import NO_BUDGET
-from kvcompress.eval.summary import REFERENCE
+from kvcompress.eval.summary import ALL_TASKS, REFERENCE
 
-MEAN = "mean over tasks"
 EVICTION, QUANTIZATION, HYBRID, NONE = "eviction", "quantization", "eviction + quantization", "full cache"
 # What marks a budget that was a number of bytes, where another run has budgets that are numbers of tokens.
 BYTES_MARK = "bytes:"
+# Recipes and budgets that a note names at most.
+_NAMED = 12
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ class Point:
     samples: int
     accuracy: Estimate
     versus: Estimate | None
-    loops: float
-    unfinished: float
+    loops: Estimate
+    unfinished: Estimate
     output_tokens: float
     kv_bytes: float
     tokens_kept: float
@@ -77,7 +78,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Panel:
-    """One task, or the mean over all."""
+    """One task, or the mean over all, under the name ``ALL_TASKS``."""
 
     name: str
     points: list[Point]
@@ -100,6 +101,12 @@ class Results:
     budgets: list[str]
     notes: list[str]
 
+    @property
+    def at_budget(self) -> str:
+        """The budget of the ablation in words."""
+        by_bytes = all(run.by_bytes for run in self.runs) or self.at.startswith(BYTES_MARK)
+        return f"{'equal bytes' if by_bytes else 'budget'} {self.at.removeprefix(BYTES_MARK)}"
+
 
 def load_results(folders: Sequence[Path], *, against: str | None = None, at: str | None = None) -> Results:
     """Read the folders of some runs and join them.
@@ -113,8 +120,8 @@ def load_results(folders: Sequence[Path], *, against: str | None = None, at: str
             budget that isn't there, and what is.
     """
     runs = [_read(folder) for folder in folders]
-    for run in runs[1:]:
-        _check_comparable(runs[0], run)
+    for first, other in combinations(runs, 2):
+        _check_comparable(first, other)
     runs = _marked(runs)
     samples = _joined(runs)
     recipes = list(dict.fromkeys(sample["recipe"] for sample in samples))
@@ -129,57 +136,17 @@ def load_results(folders: Sequence[Path], *, against: str | None = None, at: str
         Panel(task, [_point(row, families[row.recipe, row.budget], reference) for row in rows if row.task == task])
         for task in dict.fromkeys(row.task for row in rows)
     ]
-    notes = [f"{run.folder}: {len(run.samples):,} of {run.expected:,} samples so far" for run in runs if _partial(run)]
+    # The mean over tasks first.
+    panels.sort(key=lambda panel: panel.name != ALL_TASKS)
+    notes = [note for run in runs for note in _progress(run)]
     notes += [note for run in runs for note in run.about.get("notes", [])]
-    if len(panels) > 1:
-        mean, left_out = mean_panel(panels)
-        if mean.points:
-            panels.insert(0, mean)
-        if left_out:
-            notes.append(f"not in the {MEAN}, since it lacks a task: {', '.join(left_out)}")
+    if panels[0].name == ALL_TASKS:
+        whole = {point.name for point in panels[0].points}
+        lacking = dict.fromkeys(p.name for panel in panels for p in panel.points if p.name not in whole)
+        if lacking:
+            named = ", ".join(list(lacking)[:_NAMED]) + (", ..." if len(lacking) > _NAMED else "")
+            notes.append(f"not in the mean over tasks, since it lacks a task: {named}")
     return Results(runs, panels, reference, _budget_of(rows, budgets, at), budgets, notes)
-
-
-def mean_panel(panels: Sequence[Panel]) -> tuple[Panel, list[str]]:
-    """Means of all figures over tasks, each task counting alike, and the names of what lacks a task.
-
-    Tasks have different problems, so their errors are independent: the error of the mean is their root sum of squares
-    over their number.
-    """
-    found: dict[tuple[str, str], list[Point]] = {}
-    for panel in panels:
-        for point in panel.points:
-            found.setdefault((point.recipe, point.budget), []).append(point)
-    complete = [points for points in found.values() if len(points) == len(panels)]
-    left_out = [points[0].name for points in found.values() if len(points) < len(panels)]
-    return Panel(MEAN, [_mean_point(points) for points in complete]), left_out
-
-
-def _mean_point(points: Sequence[Point]) -> Point:
-    def mean(of: Callable[[Point], float]) -> float:
-        return math.fsum(map(of, points)) / len(points)
-
-    differences = [point.versus for point in points if point.versus is not None]
-    return Point(
-        recipe=points[0].recipe,
-        budget=points[0].budget,
-        family=points[0].family,
-        problems=sum(point.problems for point in points),
-        samples=sum(point.samples for point in points),
-        accuracy=_mean_estimate([point.accuracy for point in points]),
-        versus=_mean_estimate(differences) if len(differences) == len(points) else None,
-        loops=mean(lambda point: point.loops),
-        unfinished=mean(lambda point: point.unfinished),
-        output_tokens=mean(lambda point: point.output_tokens),
-        kv_bytes=mean(lambda point: point.kv_bytes),
-        tokens_kept=mean(lambda point: point.tokens_kept),
-    )
-
-
-def _mean_estimate(estimates: Sequence[Estimate]) -> Estimate:
-    count = len(estimates)
-    error = math.sqrt(math.fsum(e.standard_error**2 for e in estimates)) / count
-    return Estimate(math.fsum(e.mean for e in estimates) / count, error)
 
 
 def _point(row: Row, family: str, reference: str | None) -> Point:
@@ -290,8 +257,23 @@ def family_of(config: Mapping[str, Any]) -> str:
     return QUANTIZATION if loaded.quantizes else NONE
 
 
-def _partial(run: Run) -> bool:
-    return len(run.samples) < run.expected
+def _progress(run: Run) -> list[str]:
+    """What a run that isn't finished still lacks."""
+    if len(run.samples) >= run.expected:
+        return []
+    each = run.expected // len(run.about["cells"])
+    done = Counter((sample["recipe"], sample["budget"], sample["task"]) for sample in run.samples)
+    parts, missing = [], Counter[str]()
+    for cell in run.about["cells"]:
+        count = done[cell["recipe"], cell["budget"], cell["task"]]
+        name = f"{cell['recipe']} {cell['budget']} on {cell['task']}"
+        if 0 < count < each:
+            parts.append(f"{name} has {count:,} of {each:,} samples")
+        elif not count:
+            missing[cell["task"]] += 1
+    told = [f"{len(run.samples):,} of {run.expected:,} samples so far", *parts]
+    told += [f"{count} recipes and budgets not begun on {task}" for task, count in missing.items()]
+    return [f"{run.folder} goes on: {'; '.join(told)}"]
 
 
 def _ordered(budgets: Sequence[str] | Mapping[str, None]) -> list[str]:
