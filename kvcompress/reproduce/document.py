@@ -179,7 +179,7 @@ def _claim_section(claim: Claim, outcome: Outcome) -> list[str]:
 
 
 def _accuracy_section(outcome: Outcome) -> list[str]:
-    sizes = list(dict.fromkeys(arm.size for arm in outcome.accuracy))
+    sizes = sorted({arm.size for arm in outcome.accuracy})
     recipes = list(dict.fromkeys(arm.recipe for arm in outcome.accuracy))
     lines = ["", "## Accuracy of all recipes", "", "pass@1 in %, all problems, and mean bytes held at the end.", ""]
     lines += [f"| recipe | {' | '.join(sizes)} |", "|---" * (len(sizes) + 1) + "|"]
