@@ -111,10 +111,10 @@ def evaluate(
 
     request = EvalRequest.of(
         model=model,
-        recipes=_listed(recipe) or DEFAULT_RECIPES.split(","),
-        tasks=_listed(task) or DEFAULT_TASKS.split(","),
-        budgets=_listed(budget),
-        equal_bytes=_listed(equal_bytes),
+        recipes=listed(recipe) or DEFAULT_RECIPES.split(","),
+        tasks=listed(task) or DEFAULT_TASKS.split(","),
+        budgets=listed(budget),
+        equal_bytes=listed(equal_bytes),
         buffer=buffer,
         overrides=console.parse_overrides(settings or []),
         difficulty=difficulty,
@@ -131,12 +131,12 @@ def evaluate(
         storage=storage,
         backend=backend,
     )
-    rivals = _listed(against)
+    rivals = listed(against)
     names = list(dict.fromkeys(setting.recipe for setting in request.settings))
     for rival in rivals:
         if rival not in names:
             raise KVCompressError(f"--against: {rival!r} is none of the recipes {', '.join(names)}")
-    with _progress() as progress:
+    with progress_bar() as progress:
         done = run(
             request, output_dir, lambda: load_for_command(model, dtype, device), command=command.obj, progress=progress
         )
@@ -212,20 +212,17 @@ def summary_tables(rows: Sequence[Row]) -> Iterator[Table]:
         yield table
 
 
-# Under this name for cli_reproduce, until that asks cli_models itself.
-_load = load_for_command
-
-
 def _percent(estimate: Estimate, form: str) -> str:
     return f"{100 * estimate.mean:{form}} ± {100 * estimate.standard_error:.1f}"
 
 
-def _listed(values: Sequence[str] | None) -> list[str]:
+def listed(values: Sequence[str] | None) -> list[str]:
+    """What an option that is repeatable and takes commas was given."""
     return [part.strip() for value in values or [] for part in value.split(",")]
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """A bar over all samples with the time left, on standard error if that is a terminal."""
     from rich.progress import (
         BarColumn,

@@ -11,7 +11,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from kvcompress.cli_eval import _listed, _progress
+from kvcompress.cli_eval import listed, progress_bar
 from kvcompress.cli_models import REASONER, load_for_command
 from kvcompress.cli_recipes import AsJson, print_json
 
@@ -56,13 +56,13 @@ def reproduce(
     if quick and problems is not None:
         raise KVCompressError(f"--problems: {problems} given together with --quick, which means {QUICK}; give one")
     plan = Plan.of(
-        claims=_listed(claim),
+        claims=listed(claim),
         problems=QUICK if quick else PROBLEMS if problems is None else problems,
         seed=seed,
         batch_size=batch_size,
     )
     check_figures()
-    with _progress() as progress:
+    with progress_bar() as progress:
         outcome = run(
             plan, output_dir, lambda: load_for_command(REASONER, None, device), command=command.obj, progress=progress
         )

@@ -867,9 +867,9 @@ def test_command_line_errors(tmp_path, monkeypatch, arguments, message):
 
 
 def test_the_bar_is_quiet_without_a_terminal(monkeypatch, capsys):
-    from kvcompress.cli_eval import _progress
+    from kvcompress.cli_eval import progress_bar
 
-    with _progress() as progress:
+    with progress_bar() as progress:
         progress("full - program:4", 3, 10)
     assert capsys.readouterr() == ("", "")
 
@@ -884,7 +884,7 @@ def test_the_bar_shows_the_time_left(monkeypatch):
     told = StringIO()
     screen = Console(file=told, force_terminal=True, width=150)
     monkeypatch.setattr(console, "screen", lambda stderr: screen)
-    with cli_eval._progress() as progress:
+    with cli_eval.progress_bar() as progress:
         progress("", 3, 10)
         progress("full - program:4", 10, 10)
     assert "full - program:4" in told.getvalue()
