@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def markdown(rows: list[Row]) -> str:
-    """One line per recipe and size, most bytes first within a recipe; one column per task."""
+    """One line per recipe and size, one column per task; a dash where a recipe doesn't fit."""
     tasks = [task for task in dict.fromkeys(row.task for row in rows) if task != ALL_TASKS]
     cells = {(row.recipe, row.budget, row.task): row for row in rows}
     lines = [
@@ -54,15 +54,16 @@ def markdown(rows: list[Row]) -> str:
     ]
     for recipe, budget in dict.fromkeys((row.recipe, row.budget) for row in rows):
         whole = cells.get((recipe, budget, ALL_TASKS))
-        if whole is None:
-            continue
-        own = [cells[recipe, budget, task] for task in tasks]
-        figures = [
-            f"{100 * row.pass_at_1.mean:.1f} ± {100 * row.pass_at_1.standard_error:.1f}" for row in [*own, whole]
-        ]
-        shares = [f"{100 * share.mean:.1f}" for share in (whole.loops, whole.unfinished)]
-        lines.append("| " + " | ".join([recipe, budget, f"{whole.kv_bytes / 1024:.0f}", *figures, *shares]) + " |")
+        own = [cells.get((recipe, budget, task)) for task in tasks]
+        figures = [_percent(row) for row in [*own, whole]]
+        held = f"{whole.kv_bytes / 1024:.0f}" if whole else "-"
+        shares = [f"{100 * share.mean:.1f}" for share in (whole.loops, whole.unfinished)] if whole else ["-", "-"]
+        lines.append("| " + " | ".join([recipe, budget, held, *figures, *shares]) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _percent(row: Row | None) -> str:
+    return f"{100 * row.pass_at_1.mean:.1f} ± {100 * row.pass_at_1.standard_error:.1f}" if row else "-"
 
 
 if __name__ == "__main__":
