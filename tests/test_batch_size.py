@@ -19,13 +19,14 @@ PROBLEMS = 16
 @pytest.mark.parametrize("recipe", kvcompress.recipe_names())
 def test_the_batch_size_changes_no_answer(recipe, tmp_path):
     changes = CHANGES.get(recipe, {})
-    evicts = kvcompress.load_config(recipe).evicts
+    config = kvcompress.load_config(recipe)
+    evicts = config.evicts
     for batch_size in (1, PROBLEMS):
         request = EvalRequest.of(
             recipes=[recipe],
             tasks=["program:1:3", "store:1:3"],
             budgets=["0.4"] if evicts else (),
-            buffer=changes.get("buffer", 8),
+            buffer=changes.get("buffer", 8) if config.stages else None,
             overrides={key: value for key, value in changes.items() if key != "buffer"},
             problems=PROBLEMS,
             batch_size=batch_size,
