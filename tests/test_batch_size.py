@@ -9,7 +9,7 @@ from kvcompress.eval import EvalRequest, evaluate, read_samples
 # Fields that differ from the recipe's own: codecs in blocks of 64 channels don't fit heads of 32, and keys per channel
 # need a buffer of whole groups.
 CHANGES = {
-    "nf4": {"quantize.keys.group": 32, "quantize.values.group": 32},
+    "nf4": {"quantize.keys": {"codec": "nf4", "group": 32}, "quantize.values": {"codec": "nf4", "group": 32}},
     "kivi": {"buffer": 32},
 }
 PROBLEMS = 16
