@@ -430,7 +430,12 @@ def test_interrupting_ends_with_130_and_no_traceback(folder):
     try:
         assert process.stdout.read(1)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        try:
+            _, errors = process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            # Python drops an interrupt that arrives within a callback from C; whoever waits presses again.
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == 130
