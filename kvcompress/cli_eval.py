@@ -15,6 +15,7 @@ from rich.table import Table
 
 from kvcompress.cli_models import REASONER, load_for_command
 from kvcompress.cli_recipes import AsJson, print_json
+from kvcompress.reasoner.tasks import BENCHMARK
 
 if TYPE_CHECKING:
     from kvcompress.compare import Estimate
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 DEFAULT_RECIPES = "full,snapkv,r-kv,vase-attnv"
 # Where recipes can be told apart: easy enough for the full cache, and repetitive enough to be compressed at all.
-DEFAULT_TASKS = "program:2:9,interleaved:2:9,sort:2:9,store:3:9"
+DEFAULT_TASKS = ",".join(BENCHMARK)
 Recipes = Annotated[
     list[str] | None,
     typer.Option("--recipe", "-r", help=f"Names or YAML files, repeatable; by default {DEFAULT_RECIPES}."),

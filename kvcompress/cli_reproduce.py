@@ -48,9 +48,9 @@ def reproduce(
     """
     from kvcompress import console
     from kvcompress.errors import KVCompressError
+    from kvcompress.eval_report.style import check_matplotlib
     from kvcompress.reproduce import Plan, write_document
     from kvcompress.reproduce import reproduce as run
-    from kvcompress.reproduce.document import check_figures
     from kvcompress.reproduce.run import PROBLEMS, QUICK
 
     if quick and problems is not None:
@@ -61,7 +61,7 @@ def reproduce(
         seed=seed,
         batch_size=batch_size,
     )
-    check_figures()
+    check_matplotlib()
     with progress_bar() as progress:
         outcome = run(
             plan, output_dir, lambda: load_for_command(REASONER, None, device), command=command.obj, progress=progress

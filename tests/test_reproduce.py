@@ -445,7 +445,7 @@ def test_missing_matplotlib_is_said_before_the_work(tmp_path, monkeypatch):
 
 
 def test_command_on_the_bundled_reasoner(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "TASKS", ("sort:2:2", "store:2:6"))
+    monkeypatch.setattr(run, "BENCHMARK", ("sort:2:2", "store:2:6"))
     arguments = ["reproduce", "--claim", "e", "--problems", "3", "-o", str(tmp_path)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.stderr

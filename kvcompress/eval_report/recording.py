@@ -118,6 +118,7 @@ def record(
 def _watch_values(cache: CompressedCache, statistic: Statistic) -> dict[int, list[Tensor]]:
     """By layer, the spread of the values of every call, taken where the model hands them over."""
     found: dict[int, list[Tensor]] = {}
+    shadowed: Any = cache
     attend = cache.attend
 
     def watched(layer: int, call: Any) -> Tensor:
@@ -126,7 +127,7 @@ def _watch_values(cache: CompressedCache, statistic: Statistic) -> dict[int, lis
         found.setdefault(layer, []).append(spread.float().cpu())
         return attend(layer, call)
 
-    cache.attend = watched  # type: ignore[method-assign]
+    shadowed.attend = watched
     return found
 
 

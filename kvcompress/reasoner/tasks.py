@@ -39,6 +39,8 @@ FAMILIES: dict[str, Callable[[Random, int, int], Draft]] = {
 }
 MAX_DIFFICULTY = 10
 DEFAULT_REDUNDANCY = 4
+# FAMILY:DIFFICULTY:REDUNDANCY at which recipes can be told apart at a quarter to a half of the cache (docs/pareto.md).
+BENCHMARK = ("program:2:9", "interleaved:2:9", "sort:2:9", "store:3:9")
 TRAINING_SEEDS = range(2**40)
 _TAGS = {"program": "p", "interleaved": "i", "sort": "l", "store": "s"}
 _EVALUATION_SHARE = 8  # one problem in eight

@@ -29,14 +29,6 @@ FOOTNOTE = (
 )
 
 
-def check_figures() -> None:
-    """Raises: KVCompressError: if matplotlib is not installed, before hours of work rather than after."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise KVCompressError("reproduce draws figures with matplotlib: pip install matplotlib") from error
-
-
 def warning(outcome: Outcome) -> str:
     """What readers have to know about few problems, or nothing."""
     problems = outcome.plan.request.problems

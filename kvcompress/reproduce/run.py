@@ -20,14 +20,13 @@ from kvcompress.eval.records import open_folder
 from kvcompress.eval.runner import Progress
 from kvcompress.eval.summary import estimate
 from kvcompress.models import encode_prompt
+from kvcompress.reasoner.tasks import BENCHMARK
 from kvcompress.reproduce.claims import CLAIMS, FULL, WHOLE, Claim, Measurement, Statement
 from kvcompress.reproduce.recipes import Arm, arms_for, write_recipes
 from kvcompress.reproduce.values import Measured, by_chance, findings_of, measure_values
 from kvcompress.reproduce.verdicts import Finding, Grades, Verdict, compare, conclude
 from kvcompress.shapes import layer_shapes
 
-# Where recipes differ at a quarter to a half of the cache: short programs, restated nine times.
-TASKS = ("program:2:9", "interleaved:2:9", "sort:2:9", "store:3:9")
 PROBLEMS, QUICK = 80, 8
 # Answers of each task whose values claim e measures.
 _TEXTS = 12
@@ -61,7 +60,7 @@ class Plan:
         """Check what people write.
 
         Args:
-            claims: keys, all of them by default. tasks: as for :class:`EvalRequest`, ``TASKS`` by default.
+            claims: keys, all of them by default. tasks: as for :class:`EvalRequest`, ``BENCHMARK`` by default.
             problems: of each task.
 
         Raises:
@@ -77,7 +76,7 @@ class Plan:
         request = EvalRequest.of(
             model=model,
             recipes=[FULL],
-            tasks=tasks or TASKS,
+            tasks=tasks or BENCHMARK,
             problems=problems,
             seed=seed,
             batch_size=batch_size,
