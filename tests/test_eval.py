@@ -307,9 +307,9 @@ class _Deadly:
 def _run_to_death(folder: Path, at: int | None, part: float) -> None:
     torch.set_num_threads(1)
     if at is not None and at < 0:
-        kvcompress.report.os = _Deadly(0, 0)  # type: ignore[attr-defined]
+        kvcompress.report.os = _Deadly(0, 0)
     elif at is not None:
-        records.os = _Deadly(at, part)  # type: ignore[attr-defined]
+        records.os = _Deadly(at, part)
     evaluate(request(), folder, model_and_tokenizer)
 
 
